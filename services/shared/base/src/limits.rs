@@ -1,0 +1,56 @@
+//! Every bound that more than one crate relies on, by name.
+use std::time::Duration;
+
+/// Longest id, in bytes.
+pub const MAX_ID_CHARS: usize = 64;
+/// Longest prompt, and longest system prompt, in Unicode characters.
+pub const MAX_PROMPT_CHARS: usize = 32_000;
+/// Longest `size` text, in bytes; a longer one is not worth parsing.
+pub const MAX_SIZE_CHARS: usize = 32;
+/// Largest image side, in pixels, that is looked at at all.
+pub const MAX_SIDE_PIXELS: u32 = 65_536;
+/// Most denoising steps of one request.
+pub const MAX_STEPS: u32 = 200;
+/// Largest guidance scale.
+pub const MAX_GUIDANCE: f64 = 100.0;
+/// Largest seed.
+pub const MAX_SEED: u64 = i64::MAX as u64;
+/// Images one request may ask for.
+pub const MAX_IMAGES: u32 = 1;
+
+/// Largest request message a server decodes, in bytes: two prompts of 4-byte characters, and slack.
+pub const MAX_REQUEST_BYTES: usize = 1024 * 1024;
+/// Largest response message a client decodes, in bytes: one PNG of the largest bucket, and slack.
+pub const MAX_RESPONSE_BYTES: usize = 64 * 1024 * 1024;
+
+/// Events of one request that may wait for a slow reader.
+pub const EVENT_QUEUE: usize = 64;
+/// Recent requests a router remembers for Get.
+pub const MAX_REMEMBERED_REQUESTS: usize = 4_096;
+/// Members a registry holds.
+pub const MAX_MEMBERS: usize = 4_096;
+/// Membership events a slow watcher may fall behind before it gets a fresh snapshot.
+pub const WATCH_QUEUE: usize = 256;
+/// Concurrent HTTP/2 streams per connection.
+pub const MAX_STREAMS_PER_CONNECTION: u32 = 1_024;
+
+/// How long a connection may take to come up.
+pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
+/// Interval of HTTP/2 pings.
+pub const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
+/// How long a ping may stay unanswered before the connection counts as dead.
+pub const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Deadline of a control call (registry, admin, leases).
+pub const CONTROL_DEADLINE: Duration = Duration::from_secs(5);
+/// Deadline of a request that names none.
+pub const DEFAULT_REQUEST_DEADLINE: Duration = Duration::from_secs(600);
+/// Longest deadline a request may ask for.
+pub const MAX_REQUEST_DEADLINE: Duration = Duration::from_secs(3_600);
+/// Default lease of a member.
+pub const LEASE_TTL: Duration = Duration::from_secs(5);
+/// Shortest lease a registry grants.
+pub const MIN_LEASE_TTL: Duration = Duration::from_millis(100);
+/// Longest lease a registry grants.
+pub const MAX_LEASE_TTL: Duration = Duration::from_secs(60);
+/// How long a clean stop may take before the rest is dropped.
+pub const SHUTDOWN_GRACE: Duration = Duration::from_secs(30);
