@@ -1,1 +1,16 @@
-//! placeholder
+//! What a prefix's keys and values are: their shape, their place in a payload, their identity and
+//! their checksums. Pure: this crate knows no transport, no model and no clock.
+#![forbid(unsafe_code)]
+
+mod checksum;
+mod error;
+mod geometry;
+mod identity;
+pub mod limits;
+mod manifest;
+
+pub use checksum::{chunk_count, chunk_crc32c, chunk_range};
+pub use error::KvError;
+pub use geometry::{KvDType, KvGeometry, KvHalf};
+pub use identity::{IdentityBuilder, PrefixIdentity};
+pub use manifest::Manifest;
