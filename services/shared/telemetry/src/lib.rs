@@ -1,1 +1,42 @@
-//! placeholder
+//! Logs, metric names and values, and the probes of a process. It measures; it decides nothing.
+#![forbid(unsafe_code)]
+
+pub mod admin;
+pub mod logs;
+pub mod metrics;
+pub mod names;
+
+pub use admin::{Admin, Readiness};
+pub use logs::{LogConfig, LogFormat, init};
+pub use metrics::Metrics;
+
+/// Why telemetry could not start.
+#[derive(Debug, thiserror::Error)]
+pub enum TelemetryError {
+    /// The log filter does not parse.
+    #[error("log level {level:?} is not a filter such as \"info\" or \"router=debug\": {reason}")]
+    Level {
+        /// What was given.
+        level: String,
+        /// What the parser said.
+        reason: String,
+    },
+    /// Logs were initialised before.
+    #[error("logs are initialised already")]
+    AlreadyInitialised,
+    /// The admin server broke.
+    #[error("admin server: {0}")]
+    Admin(#[from] std::io::Error),
+}
+
+impl base::Fault for TelemetryError {
+    fn code(&self) -> base::Code {
+        match self {
+            Self::Level { .. } => base::Code::InvalidArgument,
+            Self::AlreadyInitialised | Self::Admin(_) => base::Code::Internal,
+        }
+    }
+    fn field(&self) -> Option<&str> {
+        matches!(self, Self::Level { .. }).then_some("log_level")
+    }
+}
