@@ -1,0 +1,17 @@
+//! The operations on host memory, one file each.
+
+pub(crate) mod attention;
+pub(crate) mod conv;
+pub(crate) mod elementwise;
+pub(crate) mod embedding;
+pub(crate) mod gemm;
+pub(crate) mod group_norm;
+pub(crate) mod linear;
+pub(crate) mod moe;
+pub(crate) mod norm;
+pub(crate) mod par;
+pub(crate) mod recycle;
+pub(crate) mod rope;
+pub(crate) mod simd;
+pub(crate) mod softmax;
+pub mod workspace;

@@ -1,0 +1,293 @@
+//! Mixture of experts: routing and the grouped expert products.
+
+use rayon::prelude::*;
+
+use super::elementwise::swiglu_rows;
+use super::gemm::{Dense, Gathered, gemm_serial};
+use super::linear::{LinearWeight, linear};
+use super::recycle::Recycled;
+use super::softmax::softmax_into;
+use super::workspace::scratch;
+use super::{par, simd};
+use crate::error::{KernelError, Result};
+use crate::tensor::{ANY, Tensor};
+
+/// Which experts each token uses.
+#[derive(Debug, Clone)]
+pub struct Routing {
+    /// Expert of each (token, slot), `[T * top_k]`; a token's slots are in descending probability.
+    pub experts: Vec<u32>,
+    /// Weight of each (token, slot), `[T * top_k]`.
+    pub weights: Vec<f32>,
+    /// Router logits `[T, E]`.
+    pub logits: Tensor,
+    /// Slots per token.
+    pub top_k: usize,
+}
+
+/// Chooses `top_k` experts for each row of `x [T, H]` with router `wg [E, H]`.
+///
+/// HunyuanImage-3.0: logits and softmax over all experts in f32, the `top_k` largest probabilities in
+/// descending order (the lower index first among equals), divided by their sum where `renormalise`.
+pub fn moe_route(
+    x: &Tensor,
+    wg: &LinearWeight,
+    top_k: usize,
+    renormalise: bool,
+) -> Result<Routing> {
+    const OP: &str = "moe_route";
+    let n = wg.n();
+    if top_k == 0 || top_k > n {
+        return Err(KernelError::Bounds {
+            op: OP,
+            what: "top_k",
+            value: top_k,
+            limit: n,
+        });
+    }
+    let logits = linear(x, wg)?;
+    let tokens = logits.dim(0);
+    let mut p = scratch(tokens * n);
+    softmax_into(logits.as_f32()?, &mut p, n);
+    let mut experts = Vec::with_capacity(tokens * top_k);
+    let mut weights = Vec::with_capacity(tokens * top_k);
+    for row in p.chunks_exact(n) {
+        let first = experts.len();
+        for _ in 0..top_k {
+            let mut best: Option<(usize, f32)> = None;
+            for (e, &v) in row.iter().enumerate() {
+                let better = best.is_none_or(|(_, b)| v > b);
+                if better && !experts[first..].contains(&(e as u32)) {
+                    best = Some((e, v));
+                }
+            }
+            let (e, v) = best.unwrap_or((0, 0.0));
+            experts.push(e as u32);
+            weights.push(v);
+        }
+        if renormalise {
+            let sum: f32 = weights[first..].iter().sum();
+            let norm = sum.max(f32::EPSILON);
+            weights[first..].iter_mut().for_each(|w| *w /= norm);
+        }
+    }
+    Ok(Routing {
+        experts,
+        weights,
+        logits,
+        top_k,
+    })
+}
+
+/// The experts of one layer.
+#[derive(Debug, Clone)]
+pub struct ExpertWeights {
+    gate_up: Vec<LinearWeight>,
+    down: Vec<LinearWeight>,
+}
+
+impl ExpertWeights {
+    /// `gate_up[e] [2I, H]` (linear half first, then the gate) and `down[e] [H, I]`, one of each per expert.
+    pub fn new(gate_up: Vec<LinearWeight>, down: Vec<LinearWeight>) -> Result<Self> {
+        const OP: &str = "expert weights";
+        if gate_up.is_empty() || gate_up.len() != down.len() {
+            let reason = "must list as many gate_up as down weights, at least one";
+            return Err(KernelError::Argument {
+                op: OP,
+                what: "experts",
+                reason,
+            });
+        }
+        let (h, two_i) = (gate_up[0].k(), gate_up[0].n());
+        for (g, d) in gate_up.iter().zip(&down) {
+            if g.k() != h || g.n() != two_i || two_i % 2 != 0 {
+                let expected = format!("[{two_i} (even), {h}]");
+                return Err(KernelError::shape(OP, "gate_up", expected, &[g.n(), g.k()]));
+            }
+            if d.n() != h || d.k() * 2 != two_i {
+                let expected = format!("[{h}, {}]", two_i / 2);
+                return Err(KernelError::shape(OP, "down", expected, &[d.n(), d.k()]));
+            }
+        }
+        Ok(Self { gate_up, down })
+    }
+
+    /// Number of experts.
+    #[must_use]
+    pub fn experts(&self) -> usize {
+        self.gate_up.len()
+    }
+
+    /// Hidden width H.
+    #[must_use]
+    pub fn hidden(&self) -> usize {
+        self.gate_up[0].k()
+    }
+
+    /// Expert width I.
+    #[must_use]
+    pub fn intermediate(&self) -> usize {
+        self.down[0].k()
+    }
+}
+
+/// Rows of one expert computed together.
+const TASK_ROWS: usize = 240;
+
+/// Rows `tokens` of one expert; results go to as many rows of `out`.
+struct Task<'a> {
+    expert: usize,
+    tokens: &'a [u32],
+    out: &'a mut [f32],
+}
+
+/// `y[t] = sum over slots s of weight[t, s] * down_e(swiglu(gate_up_e(x[t])))`, `e = experts[t, s]`.
+///
+/// Tokens are grouped by expert, none is dropped. The slots of a token are added in slot order, so a
+/// token's result does not depend on the others.
+pub fn moe_experts(x: &Tensor, routing: &Routing, experts: &ExpertWeights) -> Result<Tensor> {
+    const OP: &str = "moe_experts";
+    let hidden = experts.hidden();
+    x.expect_shape(OP, "x", &[ANY, hidden])?;
+    let data = x.f32_named(OP, "x")?;
+    let (tokens, top_k) = (x.dim(0), routing.top_k);
+    let slots = tokens * top_k;
+    if routing.experts.len() != slots || routing.weights.len() != slots {
+        let value = routing.experts.len().min(routing.weights.len());
+        return Err(KernelError::Bounds {
+            op: OP,
+            what: "routing",
+            value,
+            limit: slots,
+        });
+    }
+    let count = experts.experts();
+    if let Some(&e) = routing.experts.iter().find(|&&e| e as usize >= count) {
+        return Err(KernelError::Bounds {
+            op: OP,
+            what: "expert",
+            value: e as usize,
+            limit: count,
+        });
+    }
+    let order = Order::new(&routing.experts, top_k, count);
+    let mut partial = scratch(slots * hidden);
+    let mut tasks = order.tasks(&mut partial, hidden);
+    let work = slots * hidden * experts.intermediate() * 3 / 8;
+    if par::pieces(tasks.len(), work / tasks.len().max(1)) > 1 {
+        tasks
+            .par_iter_mut()
+            .for_each(|task| run_task(task, data, experts));
+    } else {
+        tasks
+            .iter_mut()
+            .for_each(|task| run_task(task, data, experts));
+    }
+    drop(tasks);
+    let mut out = Recycled::stale(tokens * hidden);
+    par::rows(&mut out, hidden, hidden * top_k, |first, out| {
+        combine(first, out, &partial, &order.position, routing, hidden);
+    });
+    Ok(Tensor::output(&[tokens, hidden], out))
+}
+
+/// Slots sorted by expert (stable).
+struct Order {
+    /// First sorted position of each expert, and the end.
+    starts: Vec<usize>,
+    /// Token at each sorted position.
+    tokens: Vec<u32>,
+    /// Sorted position of each slot.
+    position: Vec<u32>,
+}
+
+impl Order {
+    fn new(slots: &[u32], top_k: usize, experts: usize) -> Self {
+        let mut starts = vec![0usize; experts + 1];
+        for &e in slots {
+            starts[e as usize + 1] += 1;
+        }
+        for e in 0..experts {
+            starts[e + 1] += starts[e];
+        }
+        let mut next = starts.clone();
+        let mut tokens = vec![0; slots.len()];
+        let position = slots
+            .iter()
+            .enumerate()
+            .map(|(slot, &e)| {
+                let at = next[e as usize];
+                next[e as usize] += 1;
+                tokens[at] = (slot / top_k) as u32;
+                at as u32
+            })
+            .collect();
+        Self {
+            starts,
+            tokens,
+            position,
+        }
+    }
+
+    fn tasks<'a>(&'a self, mut out: &'a mut [f32], hidden: usize) -> Vec<Task<'a>> {
+        let mut tasks = Vec::new();
+        for (expert, range) in self.starts.windows(2).enumerate() {
+            for tokens in self.tokens[range[0]..range[1]].chunks(TASK_ROWS) {
+                let (mine, rest) = out.split_at_mut(tokens.len() * hidden);
+                out = rest;
+                tasks.push(Task {
+                    expert,
+                    tokens,
+                    out: mine,
+                });
+            }
+        }
+        tasks
+    }
+}
+
+fn run_task(task: &mut Task<'_>, x: &[f32], experts: &ExpertWeights) {
+    let (gate_up, down) = (&experts.gate_up[task.expert], &experts.down[task.expert]);
+    let (rows, half) = (task.tokens.len(), experts.intermediate());
+    let mut wide = scratch(rows * 2 * half);
+    let gathered = Gathered {
+        data: x,
+        k: gate_up.k(),
+        rows: task.tokens,
+    };
+    gemm_serial(&gathered, 0, &gate_up.packed, gate_up.init(), &mut wide);
+    let mut narrow = scratch(rows * half);
+    swiglu_rows(&wide, &mut narrow, half);
+    let dense = Dense {
+        data: &narrow,
+        k: half,
+    };
+    gemm_serial(&dense, 0, &down.packed, down.init(), task.out);
+}
+
+/// Adds the weighted expert outputs of tokens `first ..`.
+fn combine(
+    first: usize,
+    out: &mut [f32],
+    partial: &[f32],
+    position: &[u32],
+    routing: &Routing,
+    hidden: usize,
+) {
+    let k = routing.top_k;
+    simd::run(
+        #[inline(always)]
+        || {
+            for (i, out) in out.chunks_exact_mut(hidden).enumerate() {
+                out.fill(0.0);
+                for slot in (first + i) * k..(first + i + 1) * k {
+                    let part = &partial[position[slot] as usize * hidden..][..hidden];
+                    let weight = routing.weights[slot];
+                    for (o, &v) in out.iter_mut().zip(part) {
+                        *o = weight.mul_add(v, *o);
+                    }
+                }
+            }
+        },
+    );
+}

@@ -1,0 +1,74 @@
+//! The vector units of the CPU. This module and its children are the only places of the crate with
+//! `unsafe` code.
+//!
+//! [`run`] compiles a closure for the widest unit the CPU has. All levels give the same bits: the code
+//! asks for fused multiply-adds explicitly and every sum has a fixed number of lanes.
+#![allow(unsafe_code)]
+
+pub(crate) mod math;
+pub(crate) mod tile;
+
+use std::sync::LazyLock;
+
+/// Vector units, narrowest first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Level {
+    /// Whatever the target guarantees. Without fused multiply-add hardware it is slow, and correct.
+    Base,
+    /// x86-64 with AVX2 and FMA.
+    Avx2,
+    /// x86-64 with AVX-512 F, BW, DQ and VL.
+    Avx512,
+}
+
+static LEVEL: LazyLock<Level> = LazyLock::new(detect);
+
+#[cfg(target_arch = "x86_64")]
+fn detect() -> Level {
+    let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+    let avx512 = is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512dq")
+        && is_x86_feature_detected!("avx512vl");
+    match (avx2, avx512) {
+        (true, true) => Level::Avx512,
+        (true, false) => Level::Avx2,
+        _ => Level::Base,
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn detect() -> Level {
+    Level::Base
+}
+
+/// The widest unit this CPU has.
+pub(crate) fn level() -> Level {
+    *LEVEL
+}
+
+/// Runs `f` compiled for the widest unit of this CPU. `f` should be `#[inline(always)]`.
+#[inline]
+pub(crate) fn run<R>(f: impl FnOnce() -> R) -> R {
+    #[cfg(target_arch = "x86_64")]
+    match level() {
+        // SAFETY: `level` answers Avx512 only where the CPU reported every feature that is enabled.
+        Level::Avx512 => return unsafe { run_avx512(f) },
+        // SAFETY: `level` answers Avx2 only where the CPU reported AVX2 and FMA.
+        Level::Avx2 => return unsafe { run_avx2(f) },
+        Level::Base => {}
+    }
+    f()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+fn run_avx512<R>(f: impl FnOnce() -> R) -> R {
+    f()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+fn run_avx2<R>(f: impl FnOnce() -> R) -> R {
+    f()
+}

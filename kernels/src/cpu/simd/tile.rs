@@ -1,0 +1,231 @@
+//! The innermost loop of every matrix product: a tile of a few rows times one panel of columns.
+//!
+//! `c[r][j] = fma(a[r][k], b[k][j], c[r][j])` for ascending `k`. Each element of `c` is its own chain of
+//! fused multiply-adds, so its value depends neither on the tile it falls in nor on the vector unit.
+
+use half::bf16;
+
+use super::Level;
+
+/// Columns of a panel.
+pub(crate) const PANEL: usize = 32;
+/// Largest number of `k` in one call.
+pub(crate) const KC: usize = 256;
+/// Distance between rows of `a`, in elements: a constant, so that every row is one pointer plus a
+/// constant, and no multiple of a page, so that rows do not share cache sets.
+pub(crate) const STRIDE: usize = KC + 16;
+/// Largest number of rows in one call.
+pub(crate) const MAX_ROWS: usize = 12;
+
+/// One row of a panel, as stored.
+pub(crate) trait PanelRow: Copy + Send + Sync {
+    /// Column `j`, widened.
+    fn get(&self, j: usize) -> f32;
+    /// Columns `half * 16 .. half * 16 + 16`.
+    #[cfg(target_arch = "x86_64")]
+    fn load512(&self, half: usize) -> std::arch::x86_64::__m512
+    where
+        Self: Sized;
+    /// Columns `quarter * 8 .. quarter * 8 + 8`.
+    #[cfg(target_arch = "x86_64")]
+    fn load256(&self, quarter: usize) -> std::arch::x86_64::__m256
+    where
+        Self: Sized;
+}
+
+/// Output tile: `rows` rows of [`PANEL`] elements, `stride` apart, the first at the start of `data`.
+pub(crate) struct Tile<'a> {
+    /// The elements from the first of the tile on.
+    pub(crate) data: &'a mut [f32],
+    /// Distance between rows.
+    pub(crate) stride: usize,
+    /// Number of rows, at most [`rows_per_call`].
+    pub(crate) rows: usize,
+}
+
+/// Rows that one call handles on this CPU.
+pub(crate) fn rows_per_call() -> usize {
+    match super::level() {
+        Level::Avx512 => MAX_ROWS,
+        Level::Avx2 => 6,
+        Level::Base => 4,
+    }
+}
+
+/// `c += a . b` for a tile; `a` holds rows [`STRIDE`] apart.
+pub(crate) fn multiply_add<P: PanelRow>(a: &[f32], b: &[P], c: Tile<'_>) {
+    let rows = c.rows;
+    assert!((1..=rows_per_call()).contains(&rows) && b.len() <= KC);
+    assert!(a.len() >= (rows - 1) * STRIDE + b.len());
+    assert!(c.stride >= PANEL && c.data.len() >= (rows - 1) * c.stride + PANEL);
+    #[cfg(target_arch = "x86_64")]
+    match super::level() {
+        // SAFETY: the CPU has AVX-512 at this level, and the lengths were checked above.
+        Level::Avx512 => return unsafe { x86::avx512_rows(a, b, c) },
+        // SAFETY: the CPU has AVX2 and FMA at this level, and the lengths were checked above.
+        Level::Avx2 => return unsafe { x86::avx2_rows(a, b, c) },
+        Level::Base => {}
+    }
+    portable(a, b, c);
+}
+
+/// The same for any CPU.
+fn portable<P: PanelRow>(a: &[f32], b: &[P], c: Tile<'_>) {
+    for r in 0..c.rows {
+        let out = &mut c.data[r * c.stride..][..PANEL];
+        for (&x, row) in a[r * STRIDE..].iter().zip(b) {
+            for (j, o) in out.iter_mut().enumerate() {
+                *o = x.mul_add(row.get(j), *o);
+            }
+        }
+    }
+}
+
+impl PanelRow for [f32; PANEL] {
+    #[inline(always)]
+    fn get(&self, j: usize) -> f32 {
+        self[j]
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    fn load512(&self, half: usize) -> std::arch::x86_64::__m512 {
+        let part: &[f32; 16] = &self.as_chunks::<16>().0[half];
+        bytemuck_array(part)
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    fn load256(&self, quarter: usize) -> std::arch::x86_64::__m256 {
+        let part: &[f32; 8] = &self.as_chunks::<8>().0[quarter];
+        bytemuck_array(part)
+    }
+}
+
+/// Reads a value of another type with the same size from unaligned memory.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn bytemuck_array<A, V: Copy>(part: &A) -> V {
+    const { assert!(size_of::<A>() == size_of::<V>()) };
+    // SAFETY: both types are plain arrays of floats of equal size (checked at compile time above), every
+    // bit pattern is valid, and the read is unaligned.
+    unsafe { std::ptr::from_ref(part).cast::<V>().read_unaligned() }
+}
+
+impl PanelRow for [bf16; PANEL] {
+    #[inline(always)]
+    fn get(&self, j: usize) -> f32 {
+        f32::from_bits(u32::from(self[j].to_bits()) << 16)
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    fn load512(&self, half: usize) -> std::arch::x86_64::__m512 {
+        let wide: [f32; 16] = std::array::from_fn(
+            #[inline(always)]
+            |j| self.get(half * 16 + j),
+        );
+        bytemuck_array(&wide)
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    fn load256(&self, quarter: usize) -> std::arch::x86_64::__m256 {
+        let wide: [f32; 8] = std::array::from_fn(
+            #[inline(always)]
+            |j| self.get(quarter * 8 + j),
+        );
+        bytemuck_array(&wide)
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::{
+        _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_set1_ps, _mm256_storeu_ps, _mm512_fmadd_ps,
+        _mm512_loadu_ps, _mm512_set1_ps, _mm512_storeu_ps,
+    };
+
+    use super::{PANEL, PanelRow, STRIDE, Tile};
+
+    macro_rules! by_rows {
+        ($f:ident, $a:ident, $b:ident, $c:ident, $($m:literal)*) => {
+            match $c.rows {
+                $($m => $f::<P, $m>($a, $b, $c),)*
+                rows => unreachable!("tile of {rows} rows"),
+            }
+        };
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+    pub(super) fn avx512_rows<P: PanelRow>(a: &[f32], b: &[P], c: Tile<'_>) {
+        by_rows!(avx512, a, b, c, 1 2 3 4 5 6 7 8 9 10 11 12);
+    }
+
+    #[target_feature(enable = "avx2,fma")]
+    pub(super) fn avx2_rows<P: PanelRow>(a: &[f32], b: &[P], c: Tile<'_>) {
+        by_rows!(avx2, a, b, c, 1 2 3 4 5 6);
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+    fn avx512<P: PanelRow, const M: usize>(a: &[f32], b: &[P], c: Tile<'_>) {
+        debug_assert!(a.len() >= (M - 1) * STRIDE + b.len());
+        let mut acc = [[_mm512_set1_ps(0.0); 2]; M];
+        for (r, acc) in acc.iter_mut().enumerate() {
+            let row = &c.data[r * c.stride..][..PANEL];
+            for (h, acc) in acc.iter_mut().enumerate() {
+                // SAFETY: `row` has PANEL = 32 elements; 16 are read from 0 or 16 on.
+                *acc = unsafe { _mm512_loadu_ps(row[h * 16..].as_ptr()) };
+            }
+        }
+        for (k, row) in b.iter().enumerate() {
+            let (b0, b1) = (row.load512(0), row.load512(1));
+            for (r, acc) in acc.iter_mut().enumerate() {
+                // SAFETY: r < M and k < b.len(), and `multiply_add` checked that `a` holds
+                // (M - 1) * STRIDE + b.len() elements.
+                let x = _mm512_set1_ps(unsafe { *a.get_unchecked(r * STRIDE + k) });
+                acc[0] = _mm512_fmadd_ps(x, b0, acc[0]);
+                acc[1] = _mm512_fmadd_ps(x, b1, acc[1]);
+            }
+        }
+        for (r, acc) in acc.iter().enumerate() {
+            let row = &mut c.data[r * c.stride..][..PANEL];
+            for (h, acc) in acc.iter().enumerate() {
+                // SAFETY: `row` has PANEL = 32 elements; 16 are written from 0 or 16 on.
+                unsafe { _mm512_storeu_ps(row[h * 16..].as_mut_ptr(), *acc) };
+            }
+        }
+    }
+
+    #[target_feature(enable = "avx2,fma")]
+    fn avx2<P: PanelRow, const M: usize>(a: &[f32], b: &[P], c: Tile<'_>) {
+        debug_assert!(a.len() >= (M - 1) * STRIDE + b.len());
+        for half in 0..2 {
+            let mut acc = [[_mm256_set1_ps(0.0); 2]; M];
+            for (r, acc) in acc.iter_mut().enumerate() {
+                let row = &c.data[r * c.stride + half * 16..][..16];
+                for (h, acc) in acc.iter_mut().enumerate() {
+                    // SAFETY: `row` has 16 elements; 8 are read from 0 or 8 on.
+                    *acc = unsafe { _mm256_loadu_ps(row[h * 8..].as_ptr()) };
+                }
+            }
+            for (k, row) in b.iter().enumerate() {
+                let (b0, b1) = (row.load256(half * 2), row.load256(half * 2 + 1));
+                for (r, acc) in acc.iter_mut().enumerate() {
+                    // SAFETY: r < M and k < b.len(), and `multiply_add` checked that `a` holds
+                    // (M - 1) * STRIDE + b.len() elements.
+                    let x = _mm256_set1_ps(unsafe { *a.get_unchecked(r * STRIDE + k) });
+                    acc[0] = _mm256_fmadd_ps(x, b0, acc[0]);
+                    acc[1] = _mm256_fmadd_ps(x, b1, acc[1]);
+                }
+            }
+            for (r, acc) in acc.iter().enumerate() {
+                let row = &mut c.data[r * c.stride + half * 16..][..16];
+                for (h, acc) in acc.iter().enumerate() {
+                    // SAFETY: `row` has 16 elements; 8 are written from 0 or 8 on.
+                    unsafe { _mm256_storeu_ps(row[h * 8..].as_mut_ptr(), *acc) };
+                }
+            }
+        }
+    }
+}
