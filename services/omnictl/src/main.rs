@@ -1,2 +1,75 @@
-//! placeholder
-fn main() {}
+//! `omnictl`: generates images and administers a cluster from a terminal. It speaks gRPC only and
+//! knows nothing of models, stages or the data plane.
+#![forbid(unsafe_code)]
+
+mod admin;
+mod args;
+mod error;
+mod generate;
+mod output;
+mod progress;
+mod requests;
+mod text;
+
+use std::process::ExitCode;
+
+use clap::{CommandFactory as _, Parser as _};
+
+use args::{Cli, Command, Get};
+use error::CliError;
+use text::Console;
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            // Help and version are "errors" with exit code 0; a bad command line has 2.
+            let _ = error.print();
+            return ExitCode::from(
+                u8::try_from(error.exit_code()).unwrap_or(base::code::EXIT_USAGE),
+            );
+        }
+    };
+    let console = Console::new();
+    match run(cli, &console) {
+        Ok(()) => ExitCode::from(base::code::EXIT_OK),
+        Err(error) => {
+            console.error(&error);
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+fn run(cli: Cli, console: &Console) -> Result<(), CliError> {
+    if let Command::Completions { shell } = cli.command {
+        let mut script = Vec::new();
+        clap_complete::generate(shell, &mut Cli::command(), "omnictl", &mut script);
+        return console.raw(&script);
+    }
+    tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|source| CliError::Io {
+            what: "start the runtime",
+            source,
+        })?
+        .block_on(dispatch(cli, console))
+}
+
+async fn dispatch(cli: Cli, console: &Console) -> Result<(), CliError> {
+    let endpoint = cli.endpoint.as_str();
+    match cli.command {
+        Command::Generate(args) => generate::run(endpoint, &args, console).await,
+        Command::Cancel { id } => requests::cancel(endpoint, id, console).await,
+        Command::Get(Get::Request { id, output }) => {
+            requests::show(endpoint, id, output, console).await
+        }
+        Command::Get(Get::Members { output }) => admin::members(endpoint, output, console).await,
+        Command::Drain { member } => admin::drain(endpoint, member, console).await,
+        Command::Version { client, output } => {
+            admin::version(endpoint, client, output, console).await
+        }
+        // Answered before the runtime starts.
+        Command::Completions { .. } => Ok(()),
+    }
+}

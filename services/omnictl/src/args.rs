@@ -1,0 +1,175 @@
+//! The command line. Numbers are parsed wide: whether a value is legal is the server's to say, so
+//! that every client hears the same sentence.
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap_complete::Shell;
+use proto::v1::SizePolicy;
+
+/// Where `omni up` listens unless told otherwise.
+pub(crate) const DEFAULT_ENDPOINT: &str = "http://127.0.0.1:7600";
+
+/// Generate images with Omni and administer it.
+///
+/// Exit codes: 0 done, 1 failed, 2 bad command line, 64 bad input, 69 server unavailable.
+#[derive(Debug, Parser)]
+#[command(name = "omnictl", version, max_term_width = 100)]
+pub(crate) struct Cli {
+    /// Address of the router.
+    #[arg(long, global = true, env = "OMNI_ENDPOINT", default_value = DEFAULT_ENDPOINT)]
+    pub(crate) endpoint: String,
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Turn a prompt into a PNG.
+    Generate(GenerateArgs),
+    /// Show members or a request.
+    #[command(subcommand)]
+    Get(Get),
+    /// Ask a member to finish its work and leave.
+    Drain {
+        /// Member id, as `omnictl get members` shows it.
+        member: String,
+    },
+    /// Stop a request at its next step.
+    Cancel {
+        /// Request id.
+        id: String,
+    },
+    /// Show the version of this program and of the server.
+    Version {
+        /// Do not ask the server.
+        #[arg(long)]
+        client: bool,
+        #[arg(short, long, value_enum, default_value_t = Output::Table)]
+        output: Output,
+    },
+    /// Print a completion script.
+    Completions { shell: Shell },
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Get {
+    /// Who is alive.
+    Members {
+        #[arg(short, long, value_enum, default_value_t = Output::Table)]
+        output: Output,
+    },
+    /// Where a request stands.
+    Request {
+        /// Request id.
+        id: String,
+        #[arg(short, long, value_enum, default_value_t = Output::Table)]
+        output: Output,
+    },
+}
+
+/// How data is printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Output {
+    Table,
+    Json,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct GenerateArgs {
+    /// What to draw.
+    pub(crate) prompt: String,
+    /// Output size as WIDTHxHEIGHT in pixels. Default: the model's square size.
+    #[arg(long, default_value = "", hide_default_value = true)]
+    pub(crate) size: String,
+    /// What to do with a size the model does not have: refuse it or take the nearest aspect ratio.
+    #[arg(long, value_enum, default_value_t = Policy::Exact)]
+    pub(crate) size_policy: Policy,
+    /// Denoising steps. Default: the model's.
+    #[arg(long, allow_negative_numbers = true)]
+    pub(crate) steps: Option<i32>,
+    /// Seed of the noise. Default: drawn by the server and reported.
+    #[arg(long)]
+    pub(crate) seed: Option<u64>,
+    /// Classifier-free guidance scale; 0 and 1 turn it off. Default: the model's.
+    #[arg(long, allow_negative_numbers = true)]
+    pub(crate) guidance: Option<f64>,
+    /// Prompt template, pretrain or instruct. Default: the model's.
+    #[arg(long, default_value = "", hide_default_value = true)]
+    pub(crate) template: String,
+    /// Text before the user's turn.
+    #[arg(long, default_value = "", hide_default_value = true)]
+    pub(crate) system_prompt: String,
+    /// Model name. Default: the one served.
+    #[arg(long, default_value = "", hide_default_value = true)]
+    pub(crate) model: String,
+    /// Request id, for `omnictl get request` and safe retries. Default: a fresh one.
+    #[arg(long)]
+    pub(crate) request_id: Option<String>,
+    /// Give up after this many seconds. Default: the server's deadline.
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) timeout: Option<u32>,
+    /// File to write; it appears whole or not at all.
+    #[arg(short, long, default_value = "out.png")]
+    pub(crate) output: PathBuf,
+    /// Print every event as one JSON line.
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// No progress and no summary.
+    #[arg(short, long)]
+    pub(crate) quiet: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Policy {
+    Exact,
+    Snap,
+}
+
+impl From<Policy> for SizePolicy {
+    fn from(policy: Policy) -> Self {
+        match policy {
+            Policy::Exact => SizePolicy::Exact,
+            Policy::Snap => SizePolicy::Snap,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn generate(extra: &[&str]) -> GenerateArgs {
+        let words = ["omnictl", "generate", "a boat"].iter().chain(extra);
+        match Cli::try_parse_from(words).unwrap().command {
+            Command::Generate(args) => args,
+            other => panic!("parsed {other:?}"),
+        }
+    }
+
+    #[test]
+    fn out_of_range_numbers_reach_the_server() {
+        assert_eq!(generate(&["--steps=-1"]).steps, Some(-1));
+        assert_eq!(generate(&["--steps", "-1"]).steps, Some(-1));
+        assert_eq!(
+            generate(&["--seed", "9223372036854775808"]).seed,
+            Some(1 << 63)
+        );
+        assert!(generate(&["--guidance", "NaN"]).guidance.unwrap().is_nan());
+        assert_eq!(generate(&["--guidance", "-3"]).guidance, Some(-3.0));
+        assert_eq!(generate(&["--guidance", "1e9"]).guidance, Some(1e9));
+        assert_eq!(generate(&["--size", "1024x"]).size, "1024x");
+    }
+
+    #[test]
+    fn absent_options_stay_absent() {
+        let args = generate(&[]);
+        assert_eq!((args.steps, args.seed, args.guidance), (None, None, None));
+        assert!(args.size.is_empty() && args.template.is_empty());
+    }
+
+    #[test]
+    fn command_tree_is_consistent() {
+        use clap::CommandFactory as _;
+        Cli::command().debug_assert();
+    }
+}
