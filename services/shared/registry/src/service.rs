@@ -1,0 +1,147 @@
+//! `RegistryService` over any registry.
+use std::{pin::Pin, sync::Arc, time::Duration};
+
+use base::limits::MAX_REQUEST_BYTES;
+use proto::{
+    status::status,
+    v1::{
+        DeregisterRequest, DeregisterResponse, KeepAliveRequest, KeepAliveResponse,
+        RegisterRequest, RegisterResponse, WatchRequest, WatchResponse,
+        registry_service_server::{RegistryService, RegistryServiceServer},
+    },
+};
+use tokio_stream::{Stream, StreamExt as _};
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Response, Status};
+
+use crate::{Beat, Registry, RegistryError};
+
+/// Serves a registry. Watches end when `stop` is cancelled, so that they cannot hold up a clean
+/// stop of the server.
+#[derive(Debug)]
+pub struct Service {
+    registry: Arc<dyn Registry>,
+    stop: CancellationToken,
+}
+
+/// The service, ready to be added to routes.
+pub fn server(
+    registry: Arc<dyn Registry>,
+    stop: CancellationToken,
+) -> RegistryServiceServer<Service> {
+    RegistryServiceServer::new(Service { registry, stop })
+        .max_decoding_message_size(MAX_REQUEST_BYTES)
+}
+
+#[tonic::async_trait]
+impl RegistryService for Service {
+    async fn register(
+        &self,
+        request: Request<RegisterRequest>,
+    ) -> Result<Response<RegisterResponse>, Status> {
+        let request = request.into_inner();
+        let missing = RegistryError::Invalid {
+            field: "member",
+            reason: "is required".to_owned(),
+        };
+        let member = request.member.ok_or_else(|| status(&missing))?;
+        let ttl = Duration::from_millis(u64::from(request.ttl_ms));
+        let grant = self
+            .registry
+            .register(member, ttl)
+            .await
+            .map_err(|error| status(&error))?;
+        Ok(Response::new(RegisterResponse {
+            lease: grant.lease,
+            epoch: grant.epoch,
+        }))
+    }
+
+    async fn keep_alive(
+        &self,
+        request: Request<KeepAliveRequest>,
+    ) -> Result<Response<KeepAliveResponse>, Status> {
+        let request = request.into_inner();
+        let beat = Beat {
+            state: request.state(),
+            load: request.load.unwrap_or_default(),
+            member_id: request.member_id,
+            lease: request.lease,
+        };
+        let renewal = self
+            .registry
+            .keep_alive(beat)
+            .await
+            .map_err(|error| status(&error))?;
+        Ok(Response::new(KeepAliveResponse {
+            epoch: renewal.epoch,
+            drain: renewal.drain,
+        }))
+    }
+
+    async fn deregister(
+        &self,
+        request: Request<DeregisterRequest>,
+    ) -> Result<Response<DeregisterResponse>, Status> {
+        let request = request.into_inner();
+        self.registry
+            .deregister(&request.member_id, request.lease)
+            .await
+            .map_err(|error| status(&error))?;
+        Ok(Response::new(DeregisterResponse {}))
+    }
+
+    type WatchStream = Pin<Box<dyn Stream<Item = Result<WatchResponse, Status>> + Send>>;
+
+    async fn watch(
+        &self,
+        _request: Request<WatchRequest>,
+    ) -> Result<Response<Self::WatchStream>, Status> {
+        let watch = self
+            .registry
+            .watch()
+            .await
+            .map_err(|error| status(&error))?;
+        let (updates, feeder) = watch.into_parts();
+        let stream = updates.map(move |update| {
+            // The feeder lives as long as the stream that it feeds.
+            let _ = &feeder;
+            update
+                .map(WatchResponse::from)
+                .map_err(|error| status(&error))
+        });
+        Ok(Response::new(Box::pin(UntilStopped::new(
+            stream,
+            self.stop.clone(),
+        ))))
+    }
+}
+
+/// Ends a stream when a token is cancelled.
+struct UntilStopped<S> {
+    stream: Pin<Box<S>>,
+    stop: Pin<Box<tokio_util::sync::WaitForCancellationFutureOwned>>,
+}
+
+impl<S> UntilStopped<S> {
+    fn new(stream: S, stop: CancellationToken) -> Self {
+        Self {
+            stream: Box::pin(stream),
+            stop: Box::pin(stop.cancelled_owned()),
+        }
+    }
+}
+
+impl<S: Stream> Stream for UntilStopped<S> {
+    type Item = S::Item;
+
+    fn poll_next(
+        mut self: Pin<&mut Self>,
+        cx: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<Option<S::Item>> {
+        if self.stop.as_mut().poll(cx).is_ready() {
+            return std::task::Poll::Ready(None);
+        }
+        self.stream.as_mut().poll_next(cx)
+    }
+}

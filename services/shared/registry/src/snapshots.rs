@@ -1,0 +1,168 @@
+//! A picture of the cluster that is kept up to date. With the registry away, the last one stays.
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+
+use base::{backoff::Backoff, task};
+use tokio::sync::watch;
+
+use crate::{Event, Member, MemberState, Registry, Role, Update};
+
+/// First and longest wait before a broken watch is started again.
+const RETRY_FIRST: Duration = Duration::from_millis(50);
+const RETRY_MOST: Duration = Duration::from_secs(2);
+
+/// Members at one epoch.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Snapshot {
+    /// Epoch of the picture.
+    pub epoch: u64,
+    /// By id.
+    pub members: BTreeMap<String, Member>,
+}
+
+impl Snapshot {
+    /// From a list.
+    pub fn new(epoch: u64, members: Vec<Member>) -> Self {
+        let by_id = members
+            .into_iter()
+            .map(|member| (member.id.clone(), member));
+        Self {
+            epoch,
+            members: by_id.collect(),
+        }
+    }
+
+    /// Members of a role that take work.
+    pub fn ready(&self, role: Role) -> impl Iterator<Item = &Member> {
+        self.members
+            .values()
+            .filter(move |member| member.role() == role && member.state() == MemberState::Ready)
+    }
+
+    /// Applies an update. Updates that are older than the picture change nothing.
+    pub fn apply(&mut self, update: Update) {
+        match update.event {
+            // A registry that started anew may count from a lower epoch: its word stands.
+            Event::Snapshot(members) => *self = Self::new(update.epoch, members),
+            _ if update.epoch < self.epoch => {}
+            Event::Put(member) => {
+                self.epoch = update.epoch;
+                self.members.insert(member.id.clone(), member);
+            }
+            Event::Removed(id) => {
+                self.epoch = update.epoch;
+                self.members.remove(&id);
+            }
+        }
+    }
+}
+
+/// Follows a registry. Clones share the picture; the task ends with the last of them.
+#[derive(Debug, Clone)]
+pub struct Snapshots {
+    current: watch::Receiver<Arc<Snapshot>>,
+    _follower: Arc<task::Owned<()>>,
+}
+
+impl Snapshots {
+    /// Starts to follow. The first picture is empty until the registry answers.
+    pub fn follow(registry: Arc<dyn Registry>) -> Self {
+        let (tx, current) = watch::channel(Arc::default());
+        let follower = task::spawn(follow(registry, tx));
+        Self {
+            current,
+            _follower: Arc::new(follower),
+        }
+    }
+
+    /// The picture now.
+    pub fn current(&self) -> Arc<Snapshot> {
+        self.current.borrow().clone()
+    }
+
+    /// A receiver that wakes at every change.
+    pub fn changes(&self) -> watch::Receiver<Arc<Snapshot>> {
+        self.current.clone()
+    }
+
+    /// Waits until the picture satisfies `wanted`, `most` at longest.
+    pub async fn wait(
+        &self,
+        most: Duration,
+        mut wanted: impl FnMut(&Snapshot) -> bool,
+    ) -> Option<Arc<Snapshot>> {
+        let mut changes = self.changes();
+        let found = tokio::time::timeout(most, changes.wait_for(|now| wanted(now))).await;
+        found.ok()?.ok().map(|now| now.clone())
+    }
+}
+
+async fn follow(registry: Arc<dyn Registry>, into: watch::Sender<Arc<Snapshot>>) {
+    let mut backoff = Backoff::new(RETRY_FIRST, RETRY_MOST);
+    loop {
+        match registry.watch().await {
+            Ok(mut updates) => {
+                while let Some(update) = updates.next().await {
+                    match update {
+                        Ok(update) => {
+                            backoff.reset();
+                            into.send_modify(|now| Arc::make_mut(now).apply(update));
+                        }
+                        Err(error) => {
+                            tracing::warn!(%error, "registry watch broke");
+                            break;
+                        }
+                    }
+                }
+            }
+            Err(error) => tracing::warn!(%error, "registry cannot be watched"),
+        }
+        tokio::time::sleep(backoff.next_delay()).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn member(id: &str, role: Role, state: MemberState) -> Member {
+        Member {
+            id: id.into(),
+            role: role.into(),
+            state: state.into(),
+            ..Member::default()
+        }
+    }
+
+    #[test]
+    fn only_ready_members_of_the_role_are_offered() {
+        let snapshot = Snapshot::new(
+            3,
+            vec![
+                member("a", Role::ArStage, MemberState::Ready),
+                member("b", Role::ArStage, MemberState::Starting),
+                member("c", Role::DitWorker, MemberState::Ready),
+                member("d", Role::ArStage, MemberState::Draining),
+            ],
+        );
+        let ids: Vec<_> = snapshot
+            .ready(Role::ArStage)
+            .map(|m| m.id.as_str())
+            .collect();
+        assert_eq!(ids, ["a"]);
+    }
+
+    #[test]
+    fn late_updates_of_an_older_epoch_change_nothing() {
+        let mut snapshot = Snapshot::new(5, vec![member("a", Role::ArStage, MemberState::Ready)]);
+        snapshot.apply(Update {
+            epoch: 4,
+            event: Event::Removed("a".into()),
+        });
+        assert_eq!((snapshot.epoch, snapshot.members.len()), (5, 1));
+        snapshot.apply(Update {
+            epoch: 6,
+            event: Event::Removed("a".into()),
+        });
+        assert_eq!((snapshot.epoch, snapshot.members.len()), (6, 0));
+    }
+}

@@ -1,0 +1,270 @@
+//! The pure core: members, leases and the epoch. Time comes in as an argument; what watchers must
+//! see comes out as events.
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
+
+use base::{
+    MemberId,
+    limits::{MAX_LEASE_TTL, MAX_MEMBERS, MIN_LEASE_TTL},
+};
+
+use crate::{Event, Load, Member, MemberState, RegistryError, Role, Update};
+
+/// Most sizes one model may publish.
+const MAX_BUCKETS: usize = 1_024;
+/// Longest name or address in a record, in bytes.
+const MAX_TEXT: usize = 256;
+
+/// What a registration gives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Grant {
+    /// Names the lease in later calls.
+    pub lease: u64,
+    /// Epoch of this membership: a dispatch decided on an older one does not know this member.
+    pub epoch: u64,
+}
+
+/// What a member reports when it prolongs its lease.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Beat {
+    /// Who.
+    pub member_id: String,
+    /// Its lease.
+    pub lease: u64,
+    /// Its load now.
+    pub load: Load,
+    /// What it says it is.
+    pub state: MemberState,
+}
+
+/// What a renewal answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Renewal {
+    /// Epoch now.
+    pub epoch: u64,
+    /// An operator asked this member to drain.
+    pub drain: bool,
+}
+
+#[derive(Debug, Clone)]
+struct Record {
+    member: Member,
+    lease: u64,
+    ttl: Duration,
+    expires: Instant,
+    drain: bool,
+}
+
+/// All members of a cluster.
+///
+/// The epoch grows with every change of membership or state, never with load alone.
+#[derive(Debug)]
+pub struct State {
+    records: BTreeMap<String, Record>,
+    epoch: u64,
+    next_lease: u64,
+}
+
+impl State {
+    /// An empty cluster. `first_epoch` must exceed every epoch of earlier lives of this registry
+    /// (milliseconds of wall time do), `first_lease` should differ from life to life.
+    pub fn new(first_epoch: u64, first_lease: u64) -> Self {
+        Self {
+            records: BTreeMap::new(),
+            epoch: first_epoch,
+            next_lease: first_lease.max(1),
+        }
+    }
+
+    /// Epoch now.
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// Every member, by id.
+    pub fn members(&self) -> Vec<Member> {
+        self.records
+            .values()
+            .map(|record| record.member.clone())
+            .collect()
+    }
+
+    /// When the next lease runs out.
+    pub fn next_expiry(&self) -> Option<Instant> {
+        self.records.values().map(|record| record.expires).min()
+    }
+
+    /// Adds a member, or replaces the record of the same id with a new lease.
+    ///
+    /// # Errors
+    /// A record that breaks a bound; a full table.
+    pub fn register(
+        &mut self,
+        now: Instant,
+        mut member: Member,
+        ttl: Duration,
+    ) -> Result<(Grant, Update), RegistryError> {
+        check(&member, ttl)?;
+        let before = self.records.get(&member.id);
+        if before.is_none() && self.records.len() >= MAX_MEMBERS {
+            return Err(RegistryError::Full(MAX_MEMBERS));
+        }
+        let drain = before.is_some_and(|record| record.drain);
+        if drain {
+            member.set_state(MemberState::Draining);
+        }
+        let lease = self.next_lease;
+        self.next_lease = self.next_lease.wrapping_add(1).max(1);
+        self.epoch += 1;
+        member.epoch = self.epoch;
+        let record = Record {
+            member: member.clone(),
+            lease,
+            ttl,
+            expires: now + ttl,
+            drain,
+        };
+        self.records.insert(member.id.clone(), record);
+        Ok((
+            Grant {
+                lease,
+                epoch: self.epoch,
+            },
+            self.update(Event::Put(member)),
+        ))
+    }
+
+    /// Prolongs a lease. The update is `None` when nothing a watcher sees has changed.
+    ///
+    /// # Errors
+    /// [`RegistryError::LeaseGone`] when the lease has expired or was replaced.
+    pub fn keep_alive(
+        &mut self,
+        now: Instant,
+        beat: &Beat,
+    ) -> Result<(Renewal, Option<Update>), RegistryError> {
+        let gone = || RegistryError::LeaseGone {
+            member_id: beat.member_id.clone(),
+            lease: beat.lease,
+        };
+        let record = self.records.get_mut(&beat.member_id).ok_or_else(gone)?;
+        if record.lease != beat.lease || record.expires <= now {
+            return Err(gone());
+        }
+        record.expires = now + record.ttl;
+        let state = match beat.state {
+            _ if record.drain => MemberState::Draining,
+            MemberState::Unspecified => record.member.state(),
+            state => state,
+        };
+        let moved = state != record.member.state();
+        let changed = moved || record.member.load.as_ref() != Some(&beat.load);
+        record.member.set_state(state);
+        record.member.load = Some(beat.load);
+        let (member, drain) = (record.member.clone(), record.drain);
+        self.epoch += u64::from(moved);
+        let update = changed.then(|| self.update(Event::Put(member)));
+        Ok((
+            Renewal {
+                epoch: self.epoch,
+                drain,
+            },
+            update,
+        ))
+    }
+
+    /// Ends a lease. `None`: it had ended before.
+    pub fn deregister(&mut self, member_id: &str, lease: u64) -> Option<Update> {
+        if self.records.get(member_id)?.lease != lease {
+            return None;
+        }
+        self.remove(member_id)
+    }
+
+    /// Removes every member whose lease has run out.
+    pub fn expire(&mut self, now: Instant) -> Vec<Update> {
+        let gone: Vec<_> = self
+            .records
+            .iter()
+            .filter(|(_, record)| record.expires <= now)
+            .map(|(id, _)| id.clone())
+            .collect();
+        gone.iter().filter_map(|id| self.remove(id)).collect()
+    }
+
+    /// Asks a member to drain: it gets no new work from now on and hears of it at its next beat.
+    ///
+    /// # Errors
+    /// [`RegistryError::NoMember`].
+    pub fn drain(&mut self, member_id: &str) -> Result<Option<Update>, RegistryError> {
+        let Some(record) = self.records.get_mut(member_id) else {
+            return Err(RegistryError::NoMember(member_id.to_owned()));
+        };
+        if record.drain {
+            return Ok(None);
+        }
+        record.drain = true;
+        record.member.set_state(MemberState::Draining);
+        let member = record.member.clone();
+        self.epoch += 1;
+        Ok(Some(self.update(Event::Put(member))))
+    }
+
+    /// The full picture, as the first event of a watch.
+    pub fn snapshot(&self) -> Update {
+        self.update(Event::Snapshot(self.members()))
+    }
+
+    fn remove(&mut self, member_id: &str) -> Option<Update> {
+        self.records.remove(member_id)?;
+        self.epoch += 1;
+        Some(self.update(Event::Removed(member_id.to_owned())))
+    }
+
+    fn update(&self, event: Event) -> Update {
+        Update {
+            epoch: self.epoch,
+            event,
+        }
+    }
+}
+
+fn check(member: &Member, ttl: Duration) -> Result<(), RegistryError> {
+    let invalid = |field, reason: String| Err(RegistryError::Invalid { field, reason });
+    if let Err(error) = member.id.parse::<MemberId>() {
+        return invalid("member_id", format!("is not usable: {error}"));
+    }
+    if !(MIN_LEASE_TTL..=MAX_LEASE_TTL).contains(&ttl) {
+        let reason = format!("must be {MIN_LEASE_TTL:?} to {MAX_LEASE_TTL:?}, got {ttl:?}");
+        return invalid("ttl_ms", reason);
+    }
+    if matches!(member.role(), Role::Unspecified) {
+        return invalid("role", "must be one of the known roles".to_owned());
+    }
+    if matches!(member.state(), MemberState::Unspecified) {
+        return invalid("state", "must be one of the known states".to_owned());
+    }
+    if member.pool.len() > MAX_TEXT {
+        return invalid("pool", format!("must be at most {MAX_TEXT} bytes"));
+    }
+    if member.endpoint.len() > MAX_TEXT {
+        return invalid("endpoint", format!("must be at most {MAX_TEXT} bytes"));
+    }
+    if let Err(error) = proto::channel::endpoint(&member.endpoint, "endpoint") {
+        return invalid("endpoint", format!("is not usable: {error}"));
+    }
+    let serves = matches!(member.role(), Role::ArStage | Role::DitWorker);
+    match &member.model {
+        None if serves => invalid("model", "is required of this role".to_owned()),
+        Some(model) if model.buckets.len() > MAX_BUCKETS => {
+            invalid("model", format!("has more than {MAX_BUCKETS} buckets"))
+        }
+        Some(model) if model.name.len() > MAX_TEXT || model.weights_id.len() > MAX_TEXT => invalid(
+            "model",
+            format!("has a name or weights_id beyond {MAX_TEXT} bytes"),
+        ),
+        _ => Ok(()),
+    }
+}
