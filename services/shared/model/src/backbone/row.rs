@@ -1,0 +1,181 @@
+//! Rows of a packed forward pass.
+//!
+//! A row is an optional immutable past plus fresh tokens. Rows of any lengths lie one after the other in
+//! `[total_tokens, hidden]`; which key a query sees is said by segments, never by a mask.
+
+use std::ops::Range;
+
+use kernels::{AttnRow, Segment, SegmentKind};
+
+use crate::error::ModelError;
+use crate::prefix::{KvCache, PrefixKv};
+
+/// Consecutive fresh tokens of one row that see keys by one rule.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RowSegment {
+    /// Fresh tokens of the row, counted from its first fresh token.
+    pub tokens: Range<usize>,
+    /// `Causal`: each sees what lies before it and itself. `Full`: all see keys `[0, end)`, `end` being
+    /// the row's position right after this segment.
+    pub kind: SegmentKind,
+}
+
+/// Where a row's earlier keys and values come from and where fresh ones go.
+#[derive(Debug)]
+pub enum RowKv<'a> {
+    /// No past; fresh keys and values are forgotten.
+    Fresh,
+    /// An immutable past; fresh keys and values are forgotten.
+    Past(&'a PrefixKv),
+    /// The cache's tokens are the past; fresh keys and values are appended to it.
+    Append(&'a mut KvCache),
+}
+
+impl RowKv<'_> {
+    /// Tokens before the row's first fresh one.
+    pub fn past(&self) -> usize {
+        match self {
+            Self::Fresh => 0,
+            Self::Past(prefix) => prefix.tokens(),
+            Self::Append(cache) => cache.len(),
+        }
+    }
+}
+
+/// One row of a packed pass.
+#[derive(Debug)]
+pub struct Row<'a> {
+    /// Fresh tokens.
+    pub tokens: usize,
+    /// Cover the fresh tokens without gap, in order.
+    pub segments: &'a [RowSegment],
+    /// Past and sink.
+    pub kv: RowKv<'a>,
+}
+
+/// The rows as attention wants them: built once, used by every layer.
+#[derive(Debug)]
+pub(crate) struct Packing {
+    /// Packed tokens of each row.
+    pub(crate) fresh: Vec<Range<usize>>,
+    pub(crate) segments: Vec<Segment>,
+    pub(crate) tokens: usize,
+}
+
+impl Packing {
+    pub(crate) fn new(rows: &[Row<'_>]) -> Result<Self, ModelError> {
+        let mut packing = Self { fresh: Vec::with_capacity(rows.len()), segments: Vec::new(), tokens: 0 };
+        for (index, row) in rows.iter().enumerate() {
+            let start = packing.tokens;
+            packing.tokens += row.tokens;
+            packing.fresh.push(start..packing.tokens);
+            let past = row.kv.past();
+            if let RowKv::Append(cache) = &row.kv {
+                cache.room_for(row.tokens)?;
+            }
+            let mut next = 0;
+            for segment in row.segments {
+                if segment.tokens.start != next || segment.tokens.end < next {
+                    return Err(uncovered(index, row.tokens));
+                }
+                next = segment.tokens.end;
+                packing.segments.push(Segment {
+                    row: index,
+                    q: start + segment.tokens.start..start + segment.tokens.end,
+                    kind: segment.kind,
+                    q_pos: past + segment.tokens.start,
+                    keys: past + segment.tokens.end,
+                });
+            }
+            if next != row.tokens {
+                return Err(uncovered(index, row.tokens));
+            }
+        }
+        Ok(packing)
+    }
+
+    /// Keys of every row in one layer.
+    pub(crate) fn attention_rows<'a>(&self, rows: &'a [Row<'_>], layer: usize) -> Vec<AttnRow<'a>> {
+        let pasts = rows.iter().map(|row| match &row.kv {
+            RowKv::Fresh => None,
+            RowKv::Past(prefix) => Some(prefix.part(layer)),
+            RowKv::Append(cache) => (!cache.is_empty()).then(|| cache.part(layer)),
+        });
+        let rows = pasts.zip(&self.fresh);
+        rows.map(|(past, fresh)| AttnRow { past, fresh: fresh.clone() }).collect()
+    }
+}
+
+fn uncovered(row: usize, tokens: usize) -> ModelError {
+    ModelError::Internal(format!("segments of row {row} do not cover its {tokens} tokens in order"))
+}
+
+/// The segments of tokens `range` of a row whose full-attention spans are `full`: causal everywhere else.
+///
+/// `full` is sorted and disjoint, in absolute row positions; so is `range`. Segments count from
+/// `range.start`. A span may not be cut by `range`, since its tokens must all be present at once.
+///
+/// # Errors
+/// `Internal` when a span is cut.
+pub fn segments(
+    range: Range<usize>,
+    full: &[Range<usize>],
+) -> Result<Vec<RowSegment>, ModelError> {
+    let mut out = Vec::with_capacity(2 * full.len() + 1);
+    let mut at = range.start;
+    let mut push = |tokens: Range<usize>, kind| {
+        if !tokens.is_empty() {
+            let tokens = tokens.start - range.start..tokens.end - range.start;
+            out.push(RowSegment { tokens, kind });
+        }
+    };
+    for span in full {
+        if span.end <= range.start || span.start >= range.end {
+            continue;
+        }
+        if span.start < range.start || span.end > range.end {
+            return Err(ModelError::Internal(format!(
+                "full-attention span {span:?} is cut by tokens {range:?}"
+            )));
+        }
+        push(at..span.start, SegmentKind::Causal);
+        push(span.clone(), SegmentKind::Full);
+        at = span.end;
+    }
+    push(at..range.end, SegmentKind::Causal);
+    Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spans_become_full_segments_and_the_rest_is_causal() {
+        let got = segments(2..12, &[4..6, 6..9]).unwrap();
+        let want = [
+            (0..2, SegmentKind::Causal),
+            (2..4, SegmentKind::Full),
+            (4..7, SegmentKind::Full),
+            (7..10, SegmentKind::Causal),
+        ];
+        assert_eq!(got.len(), want.len());
+        for (g, (tokens, kind)) in got.iter().zip(want) {
+            assert_eq!((g.tokens.clone(), g.kind), (tokens, kind));
+        }
+    }
+
+    #[test]
+    fn a_cut_span_is_refused_and_a_distant_one_ignored() {
+        assert!(segments(0..5, &[4..6]).is_err());
+        assert!(segments(5..9, &[4..6]).is_err());
+        assert_eq!(segments(6..9, &[4..6, 9..12]).unwrap().len(), 1);
+    }
+
+    #[test]
+    fn segments_that_leave_a_gap_are_refused() {
+        let segments = [RowSegment { tokens: 1..3, kind: SegmentKind::Causal }];
+        let rows = [Row { tokens: 3, segments: &segments, kv: RowKv::Fresh }];
+        assert!(Packing::new(&rows).is_err());
+    }
+}

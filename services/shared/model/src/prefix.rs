@@ -1,0 +1,306 @@
+//! Keys and values of tokens that were already computed, head-major:
+//! `[layer][k|v][kv_head][token][dim]`.
+//!
+//! Cached keys are rotated and normed. Head-major order makes the share of one KV head a contiguous
+//! range, so that a tensor-parallel shard is a copy and never a kernel.
+
+use kernels::{KvPart, Tensor};
+use kv::{KvDType, KvGeometry};
+
+use crate::error::ModelError;
+
+/// The immutable keys and values of a row's tokens `[0, tokens)`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PrefixKv {
+    geometry: KvGeometry,
+    tokens: usize,
+    data: Vec<f32>,
+}
+
+impl PrefixKv {
+    /// Wraps values in the layout of this module.
+    ///
+    /// # Errors
+    /// `Internal` when the number of values does not match, `Unimplemented` for a type other than F32.
+    pub fn new(geometry: KvGeometry, tokens: usize, data: Vec<f32>) -> Result<Self, ModelError> {
+        require_f32(&geometry)?;
+        let expected = values(&geometry, tokens)?;
+        if data.len() != expected {
+            return Err(ModelError::Internal(format!(
+                "prefix of {tokens} tokens needs {expected} values, got {}",
+                data.len()
+            )));
+        }
+        Ok(Self { geometry, tokens, data })
+    }
+
+    /// Layers, heads, head size and type.
+    pub fn geometry(&self) -> &KvGeometry {
+        &self.geometry
+    }
+
+    /// Tokens held.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// The values, `[layer][k|v][kv_head][token][dim]`.
+    pub fn data(&self) -> &[f32] {
+        &self.data
+    }
+
+    /// The values as little-endian bytes, in the same order.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        self.data.iter().flat_map(|v| v.to_le_bytes()).collect()
+    }
+
+    /// The inverse of [`PrefixKv::to_bytes`].
+    ///
+    /// # Errors
+    /// `Internal` when the number of bytes does not match, `Unimplemented` for a type other than F32.
+    pub fn from_bytes(
+        geometry: KvGeometry,
+        tokens: usize,
+        bytes: &[u8],
+    ) -> Result<Self, ModelError> {
+        require_f32(&geometry)?;
+        let expected = values(&geometry, tokens)?;
+        if bytes.len() / size_of::<f32>() != expected || bytes.len() % size_of::<f32>() != 0 {
+            return Err(ModelError::Internal(format!(
+                "prefix of {tokens} tokens needs {} bytes, got {}",
+                expected * size_of::<f32>(),
+                bytes.len()
+            )));
+        }
+        let (words, _) = bytes.as_chunks::<4>();
+        let data = words.iter().map(|w| f32::from_le_bytes(*w)).collect();
+        Ok(Self { geometry, tokens, data })
+    }
+
+    /// Keys and values of one layer, as attention reads them.
+    pub(crate) fn part(&self, layer: usize) -> KvPart<'_> {
+        part(&self.geometry, &self.data, layer, self.tokens, self.tokens)
+    }
+}
+
+/// Keys and values that grow: prefill writes into it, text decoding appends to it.
+#[derive(Clone, Debug)]
+pub struct KvCache {
+    geometry: KvGeometry,
+    capacity: usize,
+    len: usize,
+    data: Vec<f32>,
+}
+
+impl KvCache {
+    /// An empty cache with room for `capacity` tokens.
+    ///
+    /// # Errors
+    /// `Unimplemented` for a type other than F32, `Internal` when the size cannot be addressed.
+    pub fn new(geometry: KvGeometry, capacity: usize) -> Result<Self, ModelError> {
+        require_f32(&geometry)?;
+        let data = vec![0.0; values(&geometry, capacity)?];
+        Ok(Self { geometry, capacity, len: 0, data })
+    }
+
+    /// A copy of a prefix with room to grow to `capacity` tokens.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::new`], and `Internal` when the prefix is longer than `capacity`.
+    pub fn resume(prefix: &PrefixKv, capacity: usize) -> Result<Self, ModelError> {
+        let mut cache = Self::new(prefix.geometry.clone(), capacity)?;
+        cache.room_for(prefix.tokens)?;
+        let from = prefix.tokens * prefix.geometry.head_dim;
+        let to = capacity * prefix.geometry.head_dim;
+        if from > 0 {
+            let heads = prefix.data.chunks_exact(from);
+            for (target, source) in cache.data.chunks_exact_mut(to).zip(heads) {
+                target[..from].copy_from_slice(source);
+            }
+        }
+        cache.len = prefix.tokens;
+        Ok(cache)
+    }
+
+    /// Tokens held.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True when no token is held.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Most tokens it can hold.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// Layers, heads, head size and type.
+    pub fn geometry(&self) -> &KvGeometry {
+        &self.geometry
+    }
+
+    /// Drops all tokens from `len` on.
+    pub fn truncate(&mut self, len: usize) {
+        self.len = self.len.min(len);
+    }
+
+    /// Freezes the tokens held.
+    pub fn into_prefix(self) -> PrefixKv {
+        let (from, to) = (
+            self.capacity * self.geometry.head_dim,
+            self.len * self.geometry.head_dim,
+        );
+        let data = if self.len == self.capacity || from == 0 {
+            self.data
+        } else {
+            self.data.chunks_exact(from).flat_map(|head| head[..to].iter().copied()).collect()
+        };
+        PrefixKv { geometry: self.geometry, tokens: self.len, data }
+    }
+
+    pub(crate) fn part(&self, layer: usize) -> KvPart<'_> {
+        part(&self.geometry, &self.data, layer, self.capacity, self.len)
+    }
+
+    /// Checks that `tokens` more fit.
+    pub(crate) fn room_for(&self, tokens: usize) -> Result<(), ModelError> {
+        if tokens > self.capacity - self.len {
+            return Err(ModelError::Internal(format!(
+                "kv cache of {} tokens holds {} and cannot take {tokens} more",
+                self.capacity, self.len
+            )));
+        }
+        Ok(())
+    }
+
+    /// Writes keys and values of packed tokens `start..start + tokens` behind the tokens held, without
+    /// counting them yet: [`KvCache::advance`] does, after the last layer.
+    pub(crate) fn write(
+        &mut self,
+        layer: usize,
+        k: &Tensor,
+        v: &Tensor,
+        fresh: std::ops::Range<usize>,
+    ) -> Result<(), ModelError> {
+        self.room_for(fresh.len())?;
+        let dim = self.geometry.head_dim;
+        let heads = self.geometry.kv_heads;
+        let side = heads * self.capacity * dim;
+        let base = layer * 2 * side;
+        for (which, source) in [k.as_f32()?, v.as_f32()?].into_iter().enumerate() {
+            let target = &mut self.data[base + which * side..base + (which + 1) * side];
+            for head in 0..heads {
+                for (slot, token) in (self.len..).zip(fresh.clone()) {
+                    let to = (head * self.capacity + slot) * dim;
+                    let from = (token * heads + head) * dim;
+                    target[to..to + dim].copy_from_slice(&source[from..from + dim]);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn advance(&mut self, tokens: usize) {
+        self.len += tokens;
+    }
+}
+
+fn part<'a>(
+    geometry: &KvGeometry,
+    data: &'a [f32],
+    layer: usize,
+    capacity: usize,
+    len: usize,
+) -> KvPart<'a> {
+    let head_stride = capacity * geometry.head_dim;
+    let side = geometry.kv_heads * head_stride;
+    let base = layer * 2 * side;
+    KvPart {
+        k: &data[base..base + side],
+        v: &data[base + side..base + 2 * side],
+        head_stride,
+        token_stride: geometry.head_dim,
+        len,
+    }
+}
+
+fn require_f32(geometry: &KvGeometry) -> Result<(), ModelError> {
+    if geometry.dtype == KvDType::F32 {
+        Ok(())
+    } else {
+        Err(ModelError::Unimplemented(format!(
+            "kv dtype {:?} (this build computes with F32 keys and values)",
+            geometry.dtype
+        )))
+    }
+}
+
+fn values(geometry: &KvGeometry, tokens: usize) -> Result<usize, ModelError> {
+    [geometry.layers, 2, geometry.kv_heads, geometry.head_dim, tokens]
+        .into_iter()
+        .try_fold(1_usize, usize::checked_mul)
+        .filter(|n| *n <= isize::MAX as usize / size_of::<f32>())
+        .ok_or_else(|| ModelError::Internal(format!("kv of {tokens} tokens cannot be addressed")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn geometry() -> KvGeometry {
+        KvGeometry { layers: 2, kv_heads: 3, head_dim: 4, dtype: KvDType::F32 }
+    }
+
+    /// `tokens` tokens whose value tells layer, side, head, token and dim apart.
+    fn filled(capacity: usize, tokens: usize) -> KvCache {
+        let mut cache = KvCache::new(geometry(), capacity).unwrap();
+        for layer in 0..2 {
+            let make = |side: f32| {
+                let data = (0..tokens * 12).map(|i| i as f32 + side * 1e3 + layer as f32 * 1e4);
+                Tensor::from_f32(&[tokens, 3, 4], data.collect()).unwrap()
+            };
+            cache.write(layer, &make(0.0), &make(1.0), 0..tokens).unwrap();
+        }
+        cache.advance(tokens);
+        cache
+    }
+
+    #[test]
+    fn values_are_laid_out_layer_side_head_token_dim() {
+        let prefix = filled(5, 5).into_prefix();
+        for (i, value) in prefix.data().iter().enumerate() {
+            let (dim, token, head) = (i % 4, i / 4 % 5, i / 20 % 3);
+            let (side, layer) = (i / 60 % 2, i / 120);
+            let expected = (token * 12 + head * 4 + dim + side * 1000 + layer * 10000) as f32;
+            assert_eq!(*value, expected);
+        }
+    }
+
+    #[test]
+    fn spare_room_never_reaches_the_prefix() {
+        assert_eq!(filled(9, 5).into_prefix(), filled(5, 5).into_prefix());
+        let again = KvCache::resume(&filled(5, 5).into_prefix(), 8).unwrap();
+        assert_eq!((again.len(), again.capacity()), (5, 8));
+        assert_eq!(again.into_prefix(), filled(5, 5).into_prefix());
+    }
+
+    #[test]
+    fn bytes_round_trip_and_wrong_lengths_are_refused() {
+        let prefix = filled(5, 5).into_prefix();
+        let bytes = prefix.to_bytes();
+        assert_eq!(PrefixKv::from_bytes(geometry(), 5, &bytes).unwrap(), prefix);
+        assert!(PrefixKv::from_bytes(geometry(), 4, &bytes).is_err());
+        assert!(PrefixKv::from_bytes(geometry(), 5, &bytes[..bytes.len() - 1]).is_err());
+        assert!(PrefixKv::from_bytes(geometry(), usize::MAX, &bytes).is_err());
+    }
+
+    #[test]
+    fn a_full_cache_refuses_more() {
+        let mut cache = filled(5, 5);
+        let one = Tensor::zeros(&[1, 3, 4]).unwrap();
+        assert!(cache.write(0, &one, &one, 0..1).is_err());
+    }
+}

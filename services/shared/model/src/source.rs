@@ -1,0 +1,101 @@
+//! Where weights come from while a model is being built: a checkpoint or a random generator.
+
+use kernels::{Conv2dWeight, Conv3dWeight, LinearWeight, Tensor};
+
+use crate::error::ModelError;
+
+/// Hands out weights by their checkpoint name.
+pub(crate) trait WeightSource {
+    /// The tensor `name`, whose shape must be `shape`; F32 or BF16, as stored.
+    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError>;
+
+    /// The tensor `name` widened to F32.
+    fn tensor_f32(&self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError> {
+        Ok(self.tensor(name, shape)?.to_f32())
+    }
+}
+
+/// Reads modules under a common name prefix.
+#[derive(Clone)]
+pub(crate) struct Scope<'a> {
+    source: &'a dyn WeightSource,
+    prefix: String,
+}
+
+impl<'a> Scope<'a> {
+    pub(crate) fn root(source: &'a dyn WeightSource) -> Self {
+        Self { source, prefix: String::new() }
+    }
+
+    /// The scope `prefix.name`.
+    pub(crate) fn child(&self, name: impl std::fmt::Display) -> Self {
+        Self { source: self.source, prefix: format!("{}{name}.", self.prefix) }
+    }
+
+    fn name(&self, name: &str) -> String {
+        format!("{}{name}", self.prefix)
+    }
+
+    /// The tensor as stored.
+    pub(crate) fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError> {
+        self.source.tensor(&self.name(name), shape)
+    }
+
+    /// The tensor in F32.
+    pub(crate) fn f32(&self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError> {
+        self.source.tensor_f32(&self.name(name), shape)
+    }
+
+    /// `weight [out, in]` without bias.
+    pub(crate) fn linear(&self, input: usize, output: usize) -> Result<LinearWeight, ModelError> {
+        let weight = self.tensor("weight", &[output, input])?;
+        Ok(LinearWeight::new(&weight, None)?)
+    }
+
+    /// `weight [out, in]` and `bias [out]`.
+    pub(crate) fn linear_bias(
+        &self,
+        input: usize,
+        output: usize,
+    ) -> Result<LinearWeight, ModelError> {
+        let weight = self.tensor("weight", &[output, input])?;
+        let bias = self.f32("bias", &[output])?;
+        Ok(LinearWeight::new(&weight, Some(&bias))?)
+    }
+
+    /// `weight [out, in, k, k]` and `bias [out]`.
+    pub(crate) fn conv2d(
+        &self,
+        input: usize,
+        output: usize,
+        k: usize,
+    ) -> Result<Conv2dWeight, ModelError> {
+        let weight = self.tensor("weight", &[output, input, k, k])?;
+        let bias = self.f32("bias", &[output])?;
+        Ok(Conv2dWeight::new(&weight, Some(&bias))?)
+    }
+
+    /// `weight [out, in, k, k, k]` and `bias [out]`.
+    pub(crate) fn conv3d(
+        &self,
+        input: usize,
+        output: usize,
+        k: usize,
+    ) -> Result<Conv3dWeight, ModelError> {
+        let weight = self.tensor("weight", &[output, input, k, k, k])?;
+        let bias = self.f32("bias", &[output])?;
+        Ok(Conv3dWeight::new(&weight, Some(&bias))?)
+    }
+
+    /// `weight [n]` and `bias [n]` of a normalisation.
+    pub(crate) fn affine(&self, n: usize) -> Result<Affine, ModelError> {
+        Ok(Affine { weight: self.f32("weight", &[n])?, bias: self.f32("bias", &[n])? })
+    }
+}
+
+/// Scale and shift of a normalisation, both `[n]`, F32.
+#[derive(Clone, Debug)]
+pub(crate) struct Affine {
+    pub(crate) weight: Tensor,
+    pub(crate) bias: Tensor,
+}

@@ -1,0 +1,198 @@
+//! The video VAE, used for single pictures: a picture is four equal frames on the way in and the last of
+//! four frames on the way out.
+
+mod blocks;
+mod decoder;
+mod encoder;
+mod resample;
+mod tiling;
+
+use kernels::Tensor;
+
+use self::decoder::Decoder;
+use self::encoder::Encoder;
+use self::tiling::Tiling;
+use crate::config::{ModelConfig, VaeConfig};
+use crate::error::ModelError;
+use crate::picture::{Latents, RgbImage};
+use crate::source::Scope;
+
+/// Bounds of the log variance of a latent (HunyuanImage-3.0 specification, VAE encoder).
+const LOG_VARIANCE: (f32, f32) = (-30.0, 20.0);
+
+/// Whether a picture is processed whole or in tiles.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub enum Tiles {
+    /// The whole picture at once: exact.
+    #[default]
+    Whole,
+    /// Tiles of the config's `vae.sample_size` that overlap by this fraction (released code: 0.25 or 0.125):
+    /// an approximation with bounded memory. A picture no larger than one tile is processed whole.
+    Overlapping(f64),
+}
+
+/// A latent distribution, both `[latent, h, w]`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Posterior {
+    /// Mean.
+    pub mean: Latents,
+    /// Log variance, clamped.
+    pub log_variance: Latents,
+}
+
+/// The VAE, each half present where it was asked for.
+#[derive(Debug)]
+pub struct Vae {
+    config: VaeConfig,
+    encoder: Option<Encoder>,
+    decoder: Option<Decoder>,
+}
+
+impl Vae {
+    pub(crate) fn load(
+        root: &Scope<'_>,
+        config: &ModelConfig,
+        with_encoder: bool,
+        with_decoder: bool,
+    ) -> Result<Self, ModelError> {
+        let (scope, config) = (root.child("vae"), config.vae.clone());
+        let encoder = with_encoder.then(|| Encoder::load(&scope.child("encoder"), &config));
+        let decoder = with_decoder.then(|| Decoder::load(&scope.child("decoder"), &config));
+        Ok(Self { encoder: encoder.transpose()?, decoder: decoder.transpose()?, config })
+    }
+
+    /// The picture of scaled latents `[latent, h, w]`.
+    ///
+    /// # Errors
+    /// `Internal` when the decoder was not loaded or the channels do not match.
+    pub fn decode(&self, latents: &Latents, tiles: Tiles) -> Result<RgbImage, ModelError> {
+        let frames = self.decode_frames(&self.unscale(latents), tiles, &mut |_, _| {})?;
+        let last = frames.dim(1).saturating_sub(1);
+        let (height, width) = (frames.dim(2), frames.dim(3));
+        let values = frames.reshape(&[frames.dim(1), height, width, 3])?.narrow0(last, 1)?;
+        RgbImage::from_unit_values(height, width, values.as_f32()?)
+    }
+
+    /// All frames `[1, t, h, w, 3]` (before clamping) of unscaled latents `[latent, h, w]`. `see` gets named
+    /// inner activations of an untiled pass.
+    ///
+    /// # Errors
+    /// `Internal` when the decoder was not loaded or the channels do not match.
+    pub fn decode_frames(
+        &self,
+        z: &Latents,
+        tiles: Tiles,
+        see: &mut dyn FnMut(&str, &Tensor),
+    ) -> Result<Tensor, ModelError> {
+        let decoder = self.decoder.as_ref().ok_or_else(|| {
+            ModelError::Internal("the vae decoder was not loaded (LoadOptions.vae_decoder)".into())
+        })?;
+        if z.channels() != self.config.latent_channels {
+            return Err(ModelError::Internal(format!(
+                "latents have {} channels, the vae takes {}",
+                z.channels(),
+                self.config.latent_channels
+            )));
+        }
+        let z = z.to_tensor()?.reshape(&[1, 1, z.height(), z.width(), z.channels()])?;
+        let (tile, side) = (self.latent_tile(), self.config.sample_size);
+        match self.overlap(tiles, &z, tile) {
+            None => decoder.forward(&z, see),
+            Some(overlap) => {
+                Tiling::new(tile, side, overlap)?.run(&z, |t| decoder.forward(t, &mut |_, _| {}))
+            }
+        }
+    }
+
+    /// The distribution of a picture's (unscaled) latents; `pixels [h, w, 3]` in -1..1, sides multiples of
+    /// the spatial factor. `see` gets named inner activations of an untiled pass.
+    ///
+    /// # Errors
+    /// `Internal` when the encoder was not loaded or a side does not divide.
+    pub fn encode(
+        &self,
+        pixels: &Tensor,
+        tiles: Tiles,
+        see: &mut dyn FnMut(&str, &Tensor),
+    ) -> Result<Posterior, ModelError> {
+        let encoder = self.encoder.as_ref().ok_or_else(|| {
+            ModelError::Internal("the vae encoder was not loaded (LoadOptions.vae_encoder)".into())
+        })?;
+        let frame = pixels.reshape(&[1, pixels.dim(0), pixels.dim(1), pixels.dim(2)])?;
+        let frames = Tensor::concat0(&vec![&frame; self.config.temporal_factor])?;
+        let x = frames.reshape(&[
+            1,
+            self.config.temporal_factor,
+            pixels.dim(0),
+            pixels.dim(1),
+            pixels.dim(2),
+        ])?;
+        let (tile, side) = (self.latent_tile(), self.config.sample_size);
+        let moments = match self.overlap(tiles, &x, side) {
+            None => encoder.forward(&x, see)?,
+            Some(overlap) => {
+                Tiling::new(side, tile, overlap)?.run(&x, |t| encoder.forward(t, &mut |_, _| {}))?
+            }
+        };
+        Posterior::from_moments(&moments, self.config.latent_channels)
+    }
+
+    /// Scaled latents from a distribution and standard normal noise `[latent, h, w]`.
+    ///
+    /// # Errors
+    /// `Internal` when the noise has another shape.
+    pub fn sample(&self, posterior: &Posterior, noise: &Latents) -> Result<Latents, ModelError> {
+        let mean = &posterior.mean;
+        if (noise.channels(), noise.height(), noise.width())
+            != (mean.channels(), mean.height(), mean.width())
+        {
+            return Err(ModelError::Internal("posterior noise has another shape".into()));
+        }
+        let (scale, shift) = self.scale_shift();
+        let values = mean.data().iter().zip(posterior.log_variance.data()).zip(noise.data());
+        let data = values.map(|((m, lv), n)| (m + (0.5 * lv).exp() * n - shift) * scale).collect();
+        Latents::new(mean.channels(), mean.height(), mean.width(), data)
+    }
+
+    /// Latents as the decoder takes them: divided by the scaling factor, then shifted.
+    fn unscale(&self, latents: &Latents) -> Latents {
+        let (scale, shift) = self.scale_shift();
+        latents.map(|v| v / scale + shift)
+    }
+
+    fn scale_shift(&self) -> (f32, f32) {
+        (
+            self.config.scaling_factor as f32,
+            self.config.shift_factor.unwrap_or(0.0) as f32,
+        )
+    }
+
+    fn latent_tile(&self) -> usize {
+        self.config.sample_size / self.config.spatial_factor
+    }
+
+    /// The overlap, when tiling is on and `x [1, t, h, w, c]` is larger than one tile.
+    fn overlap(&self, tiles: Tiles, x: &Tensor, tile: usize) -> Option<f64> {
+        match tiles {
+            Tiles::Overlapping(overlap) if x.dim(2) > tile || x.dim(3) > tile => Some(overlap),
+            _ => None,
+        }
+    }
+}
+
+impl Posterior {
+    /// Splits `[1, 1, h, w, 2 latent]` into mean (first half) and log variance.
+    fn from_moments(moments: &Tensor, latent: usize) -> Result<Self, ModelError> {
+        let (height, width) = (moments.dim(2), moments.dim(3));
+        let values = moments.as_f32()?;
+        let half = |offset: usize, clamp: bool| {
+            let pixels = values.chunks_exact(2 * latent);
+            let half = pixels.flat_map(|p| p[offset..offset + latent].iter().copied());
+            let data = half
+                .map(|v| if clamp { v.clamp(LOG_VARIANCE.0, LOG_VARIANCE.1) } else { v })
+                .collect();
+            Latents::from_channels_last(latent, height, width, data)
+        };
+        Ok(Self { mean: half(0, false)?, log_variance: half(latent, true)? })
+    }
+}
