@@ -268,3 +268,116 @@ fn check(member: &Member, ttl: Duration) -> Result<(), RegistryError> {
         _ => Ok(()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn member(id: u8) -> Member {
+        Member {
+            id: format!("m{id}"),
+            role: Role::Router.into(),
+            endpoint: "http://127.0.0.1:1".to_owned(),
+            state: MemberState::Ready.into(),
+            ..Member::default()
+        }
+    }
+
+    #[derive(Debug, Clone)]
+    enum Step {
+        Register(u8),
+        Beat(u8, bool),
+        Deregister(u8),
+        Drain(u8),
+        Wait(u64),
+    }
+
+    fn steps() -> impl Strategy<Value = Vec<Step>> {
+        let step = prop_oneof![
+            (0..4_u8).prop_map(Step::Register),
+            (0..4_u8, any::<bool>()).prop_map(|(id, ready)| Step::Beat(id, ready)),
+            (0..4_u8).prop_map(Step::Deregister),
+            (0..4_u8).prop_map(Step::Drain),
+            (1..900_u64).prop_map(Step::Wait),
+        ];
+        proptest::collection::vec(step, 1..60)
+    }
+
+    proptest! {
+        /// Replaying the updates gives the table, epochs never fall, and nobody outlives a lease.
+        #[test]
+        fn watchers_see_exactly_what_the_table_holds(steps in steps()) {
+            let mut now = base::clock::now();
+            let mut state = State::new(10, 1);
+            let mut seen = crate::Snapshot::new(state.epoch(), state.members());
+            let mut leases = BTreeMap::<String, (u64, Instant)>::new();
+            for step in steps {
+                let ttl = Duration::from_secs(1);
+                let updates: Vec<Update> = match step {
+                    Step::Register(id) => {
+                        let (grant, update) = state.register(now, member(id), ttl).unwrap();
+                        leases.insert(format!("m{id}"), (grant.lease, now + ttl));
+                        vec![update]
+                    }
+                    Step::Beat(id, ready) => {
+                        let member_id = format!("m{id}");
+                        let held = leases.get(&member_id).copied();
+                        let lease = held.map_or(0, |(lease, _)| lease);
+                        let wish = if ready { MemberState::Ready } else { MemberState::Starting };
+                        let load = Load::default();
+                        let beat = Beat { member_id: member_id.clone(), lease, load, state: wish };
+                        let answer = state.keep_alive(now, &beat);
+                        let alive = held.is_some_and(|(_, expires)| expires > now);
+                        prop_assert_eq!(answer.is_ok(), alive);
+                        if alive {
+                            leases.insert(member_id, (lease, now + ttl));
+                        }
+                        answer.ok().and_then(|(_, update)| update).into_iter().collect()
+                    }
+                    Step::Deregister(id) => {
+                        let member_id = format!("m{id}");
+                        let lease = leases.remove(&member_id).map_or(0, |(lease, _)| lease);
+                        state.deregister(&member_id, lease).into_iter().collect()
+                    }
+                    Step::Drain(id) => {
+                        state.drain(&format!("m{id}")).ok().flatten().into_iter().collect()
+                    }
+                    Step::Wait(ms) => {
+                        now += Duration::from_millis(ms);
+                        let updates = state.expire(now);
+                        leases.retain(|_, (_, expires)| *expires > now);
+                        updates
+                    }
+                };
+                for update in updates {
+                    prop_assert!(update.epoch >= seen.epoch);
+                    seen.apply(update);
+                }
+                let table = crate::Snapshot::new(state.epoch(), state.members());
+                prop_assert_eq!(&seen, &table);
+                let alive: Vec<_> = leases.keys().cloned().collect();
+                let held: Vec<_> = table.members.keys().cloned().collect();
+                prop_assert_eq!(alive, held);
+            }
+        }
+    }
+
+    #[test]
+    fn the_table_is_bounded() {
+        let now = base::clock::now();
+        let mut state = State::new(0, 1);
+        for index in 0..MAX_MEMBERS {
+            let mut record = member(0);
+            record.id = format!("m{index}");
+            state.register(now, record, MAX_LEASE_TTL).unwrap();
+        }
+        let mut one_more = member(0);
+        one_more.id = "one-more".to_owned();
+        let error = state.register(now, one_more, MAX_LEASE_TTL).unwrap_err();
+        assert_eq!(error, RegistryError::Full(MAX_MEMBERS));
+        // A member that is in may still renew its record.
+        assert!(state.register(now, member(0), MAX_LEASE_TTL).is_ok());
+    }
+}
