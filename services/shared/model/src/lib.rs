@@ -6,13 +6,34 @@
 
 #![forbid(unsafe_code)]
 
+pub mod backbone;
+pub mod buckets;
 pub mod config;
+pub mod diffusion;
 pub mod error;
+pub mod input;
+pub mod layout;
+pub mod model;
+pub mod noise;
+pub mod picture;
+pub mod positions;
+pub mod prefix;
+pub mod scheduler;
+mod source;
 pub mod tokenizer;
+pub mod vae;
+pub mod vit;
 pub mod weights;
 
+pub use buckets::{Bucket, BucketSet, ResolutionGroup, SizeRequest};
 pub use config::{GenerationConfig, ModelConfig, MoeConfig, Template, VaeConfig, VitConfig};
 pub use error::{ErrorKind, ModelError};
+pub use diffusion::{DenoiseJob, JobOptions, JobSpec};
+pub use layout::{LayoutInput, LayoutRules, RowKind, SequenceLayout, Target, TextTask};
+pub use model::{LoadOptions, Model, ModelInfo, Parts};
+pub use picture::{Latents, RgbImage};
+pub use prefix::{KvCache, PrefixKv};
+pub use scheduler::Schedule;
 pub use tokenizer::{SpecialTokens, Tokenizer};
 pub use weights::{Checkpoint, TensorSpec, expected_tensors};
 

@@ -41,7 +41,7 @@ impl FromStr for Template {
             "pretrain" => Ok(Self::Pretrain),
             "instruct" => Ok(Self::Instruct),
             other => Err(ModelError::invalid(
-                "sequence_template",
+                "template",
                 format!("`{other}` is neither pretrain nor instruct"),
             )),
         }
