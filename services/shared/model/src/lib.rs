@@ -8,6 +8,7 @@
 
 pub mod backbone;
 pub mod buckets;
+pub mod cond;
 pub mod config;
 pub mod diffusion;
 pub mod error;
@@ -17,9 +18,12 @@ pub mod model;
 pub mod noise;
 pub mod picture;
 pub mod positions;
+pub mod prefill;
 pub mod prefix;
+pub mod preprocess;
 pub mod scheduler;
 mod source;
+pub mod text;
 pub mod tokenizer;
 pub mod vae;
 pub mod vit;
@@ -32,6 +36,7 @@ pub use diffusion::{DenoiseJob, JobOptions, JobSpec};
 pub use layout::{LayoutInput, LayoutRules, RowKind, SequenceLayout, Target, TextTask};
 pub use model::{LoadOptions, Model, ModelInfo, Parts};
 pub use picture::{Latents, RgbImage};
+pub use prefill::{RowTokens, T2iRequest};
 pub use prefix::{KvCache, PrefixKv};
 pub use scheduler::Schedule;
 pub use tokenizer::{SpecialTokens, Tokenizer};

@@ -1,7 +1,14 @@
 //! Denoising: scalars and latents in, velocity out, step by step.
 
 mod convs;
+mod embedders;
+mod job;
+mod step;
 mod time;
 
 pub use convs::{FinalLayer, PatchEmbed};
+pub use embedders::{ImageHead, ImageStem};
+pub use job::{DenoiseJob, JobOptions, JobSpec, MAX_GUIDANCE};
+pub(crate) use step::{Modules, denoise_step};
+pub use step::{Observer, Velocities};
 pub use time::TimeEmbedder;

@@ -1,0 +1,281 @@
+//! One picture being denoised: everything that stays fixed over its steps, and its latents.
+
+use std::sync::Arc;
+
+use kernels::{RopeTable, Tensor};
+
+use super::embedders::special_tokens;
+use super::{ImageHead, ImageStem};
+use crate::backbone::{RowSegment, segments};
+use crate::config::ModelConfig;
+use crate::error::ModelError;
+use crate::model::Model;
+use crate::noise::initial_latents;
+use crate::picture::Latents;
+use crate::positions::{ImageSpan, positions, rope_table};
+use crate::prefix::PrefixKv;
+use crate::scheduler::Schedule;
+
+/// Largest guidance scale that a job accepts.
+pub const MAX_GUIDANCE: f64 = 1000.0;
+
+/// What a picture is made from.
+#[derive(Clone, Debug)]
+pub struct JobSpec {
+    /// Pixels down; a multiple of the model's pixels per token.
+    pub height: usize,
+    /// Pixels across; likewise.
+    pub width: usize,
+    /// Denoising steps.
+    pub steps: usize,
+    /// Guidance scale; at most 1 means off.
+    pub guidance: f64,
+    /// Seed of the initial latents.
+    pub seed: u64,
+    /// Keys and values of the prompt.
+    pub cond: Arc<PrefixKv>,
+    /// Keys and values of the row without prompt; needed (and used) only where guidance takes two rows.
+    pub uncond: Option<Arc<PrefixKv>>,
+}
+
+/// What a caller rarely sets.
+#[derive(Clone, Debug, Default)]
+pub struct JobOptions {
+    /// 0..=1: how far the guided velocity is brought back to the deviation of the conditional one.
+    pub guidance_rescale: f64,
+    /// Shift of the sigma schedule; the model's default when absent.
+    pub flow_shift: Option<f64>,
+    /// Start from these latents rather than from the seed.
+    pub init_latents: Option<Latents>,
+}
+
+/// A picture between its first and its last step.
+///
+/// Rotary tables, segments and everything that depends on time alone are computed once, here.
+#[derive(Debug)]
+pub struct DenoiseJob {
+    pub(super) grid: (usize, usize),
+    pub(super) schedule: Schedule,
+    pub(super) step: usize,
+    pub(super) guidance: f64,
+    pub(super) rescale: f64,
+    /// The conditional row first.
+    pub(super) prefixes: Vec<Arc<PrefixKv>>,
+    /// Of all rows, one after the other.
+    pub(super) rope: RopeTable,
+    /// The same for every row.
+    pub(super) segments: Vec<RowSegment>,
+    pub(super) times: TimeVectors,
+    /// `[1, h, w, latent]`.
+    pub(super) latents: Tensor,
+}
+
+/// Everything a step needs that depends on its time only.
+#[derive(Debug)]
+pub(super) struct TimeVectors {
+    /// Tokens before the image.
+    pub(super) specials: usize,
+    /// `[steps * specials, hidden]`.
+    pub(super) tokens: Tensor,
+    /// `[2 steps, hidden]`: scale and shift of the patch embedding.
+    pub(super) patch: Tensor,
+    /// `[2 steps, inner]`: scale and shift of the final layer.
+    pub(super) last: Tensor,
+}
+
+impl DenoiseJob {
+    /// A job at its first step.
+    ///
+    /// # Errors
+    /// `InvalidArgument` naming the field of `spec` that is out of range; `Internal` when a prefix does not
+    /// belong to this model or the model was opened without its diffusion parts.
+    pub fn new(model: &Model, spec: JobSpec) -> Result<Self, ModelError> {
+        Self::with_options(model, spec, JobOptions::default())
+    }
+
+    /// Like [`DenoiseJob::new`], with rarely used options.
+    ///
+    /// # Errors
+    /// Those of [`DenoiseJob::new`]; `InvalidArgument` naming the option.
+    pub fn with_options(
+        model: &Model,
+        spec: JobSpec,
+        options: JobOptions,
+    ) -> Result<Self, ModelError> {
+        let config = model.config();
+        let grid = check(config, &spec, &options)?;
+        let shift = options.flow_shift.unwrap_or(config.generation.flow_shift);
+        let schedule = Schedule::new(spec.steps, shift)?;
+        let latents = initial(config, &spec, options.init_latents, grid)?;
+        let (stem, head) = (model.image_stem()?, model.image_head()?);
+        let times = TimeVectors::new(stem, head, &schedule, spec.guidance)?;
+        let mut prefixes = vec![spec.cond];
+        if config.guidance_needs_two_rows(spec.guidance) {
+            prefixes.extend(spec.uncond);
+        }
+        for prefix in &prefixes {
+            if prefix.geometry() != &model.info().kv {
+                return Err(ModelError::Internal(format!(
+                    "prefix geometry {:?} is not the model's {:?}",
+                    prefix.geometry(),
+                    model.info().kv
+                )));
+            }
+        }
+        let image = times.specials..times.specials + grid.0 * grid.1;
+        Ok(Self {
+            rope: rope(config, &prefixes, &image, grid)?,
+            segments: segments(0..image.end, std::slice::from_ref(&image))?,
+            latents: latents.to_tensor()?,
+            grid,
+            schedule,
+            step: 0,
+            guidance: spec.guidance,
+            rescale: options.guidance_rescale,
+            prefixes,
+            times,
+        })
+    }
+
+    /// Steps done.
+    pub fn step(&self) -> usize {
+        self.step
+    }
+
+    /// Steps in all.
+    pub fn steps(&self) -> usize {
+        self.schedule.steps()
+    }
+
+    /// Whether every step is done.
+    pub fn is_done(&self) -> bool {
+        self.step >= self.steps()
+    }
+
+    /// Rows of a packed pass: 2 under guidance, else 1.
+    pub fn rows(&self) -> usize {
+        self.prefixes.len()
+    }
+
+    /// Query tokens of one step, over all rows.
+    pub fn tokens(&self) -> usize {
+        self.rows() * self.row_tokens()
+    }
+
+    /// The latents after the steps done so far.
+    ///
+    /// # Errors
+    /// `Kernel`, which would be a defect.
+    pub fn latents(&self) -> Result<Latents, ModelError> {
+        let channels = self.latents.dim(3);
+        Latents::from_channels_last(channels, self.grid.0, self.grid.1, self.latents.to_f32_vec())
+    }
+
+    pub(super) fn row_tokens(&self) -> usize {
+        self.times.specials + self.grid.0 * self.grid.1
+    }
+}
+
+impl TimeVectors {
+    fn new(
+        stem: &ImageStem,
+        head: &ImageHead,
+        schedule: &Schedule,
+        guidance: f64,
+    ) -> Result<Self, ModelError> {
+        let times = &schedule.timesteps;
+        let next: Vec<f32> = (0..times.len()).map(|i| schedule.next_timestep(i)).collect();
+        let tokens = special_tokens(stem, head, times, &next, guidance)?;
+        Ok(Self {
+            specials: tokens.dim(0) / times.len(),
+            tokens,
+            patch: stem.patch_embed.modulation(&stem.patch_time.forward(times)?)?,
+            last: head.final_layer.modulation(&head.final_time.forward(times)?)?,
+        })
+    }
+}
+
+/// Checks every number of a job; returns its latent grid.
+fn check(
+    config: &ModelConfig,
+    spec: &JobSpec,
+    options: &JobOptions,
+) -> Result<(usize, usize), ModelError> {
+    let cell = config.pixels_per_token();
+    for (field, side) in [("height", spec.height), ("width", spec.width)] {
+        if side == 0 || side % cell != 0 {
+            let message = format!("{side} is not a positive multiple of {cell}");
+            return Err(ModelError::invalid(field, message));
+        }
+    }
+    if !(0.0..=MAX_GUIDANCE).contains(&spec.guidance) {
+        let message = format!("{} is not in 0..={MAX_GUIDANCE}", spec.guidance);
+        return Err(ModelError::invalid("guidance", message));
+    }
+    if !(0.0..=1.0).contains(&options.guidance_rescale) {
+        let message = format!("{} is not in 0..=1", options.guidance_rescale);
+        return Err(ModelError::invalid("guidance_rescale", message));
+    }
+    if config.guidance_needs_two_rows(spec.guidance) && spec.uncond.is_none() {
+        let message = format!("{} needs the unconditional prefix", spec.guidance);
+        return Err(ModelError::invalid("guidance", message));
+    }
+    let grid = (spec.height / cell, spec.width / cell);
+    let longest = spec.uncond.iter().map(|p| p.tokens()).fold(spec.cond.tokens(), usize::max);
+    let tokens = grid.0.saturating_mul(grid.1).saturating_add(longest);
+    if tokens > config.max_position_embeddings {
+        let message = format!(
+            "{}x{} after {longest} tokens is above {} positions",
+            spec.width, spec.height, config.max_position_embeddings
+        );
+        return Err(ModelError::invalid("size", message));
+    }
+    Ok(grid)
+}
+
+fn initial(
+    config: &ModelConfig,
+    spec: &JobSpec,
+    given: Option<Latents>,
+    grid: (usize, usize),
+) -> Result<Latents, ModelError> {
+    let channels = config.vae.latent_channels;
+    let Some(given) = given else {
+        let data = initial_latents(spec.seed, channels, grid.0, grid.1)?;
+        return Latents::new(channels, grid.0, grid.1, data);
+    };
+    if (given.channels(), given.height(), given.width()) != (channels, grid.0, grid.1) {
+        return Err(ModelError::invalid(
+            "init_latents",
+            format!(
+                "shape {} x {} x {} is not {channels} x {} x {}",
+                given.channels(),
+                given.height(),
+                given.width(),
+                grid.0,
+                grid.1
+            ),
+        ));
+    }
+    Ok(given)
+}
+
+/// Rotary tables of all rows; `image` counts from the end of a row's prefix.
+fn rope(
+    config: &ModelConfig,
+    prefixes: &[Arc<PrefixKv>],
+    image: &std::ops::Range<usize>,
+    grid: (usize, usize),
+) -> Result<RopeTable, ModelError> {
+    let mut all = Vec::with_capacity(prefixes.len() * image.end);
+    for prefix in prefixes {
+        let start = prefix.tokens();
+        let span = ImageSpan {
+            tokens: start + image.start..start + image.end,
+            grid_h: grid.0,
+            grid_w: grid.1,
+        };
+        all.extend(positions(start..start + image.end, &[span])?);
+    }
+    rope_table(&all, config.head_dim, config.rope_theta)
+}

@@ -1,0 +1,138 @@
+//! One step of many pictures in one packed pass.
+//!
+//! Hot path: no table, no weight and no time vector is computed here.
+
+use kernels::{RopeTable, Tensor};
+
+use super::job::DenoiseJob;
+use super::{ImageHead, ImageStem};
+use crate::backbone::{Backbone, Probe, Row, RowKv};
+use crate::error::ModelError;
+use crate::scheduler::{guide, rescale};
+
+/// The velocities of one job in one step, each `[h, w, latent]`.
+#[derive(Clone, Copy, Debug)]
+pub struct Velocities<'a> {
+    /// Row with the prompt.
+    pub cond: &'a [f32],
+    /// Row without, under guidance.
+    pub uncond: Option<&'a [f32]>,
+    /// What the step uses.
+    pub guided: &'a [f32],
+}
+
+/// Sees the velocities of job `index` (its place in the call) before its latents change.
+pub type Observer<'a> = &'a mut dyn FnMut(usize, Velocities<'_>);
+
+/// The modules that a step runs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Modules<'a> {
+    pub(crate) backbone: &'a Backbone,
+    pub(crate) stem: &'a ImageStem,
+    pub(crate) head: &'a ImageHead,
+}
+
+/// Advances every job by one step. Nothing changes when an error is returned.
+pub(crate) fn denoise_step<P: Probe>(
+    modules: Modules<'_>,
+    jobs: &mut [&mut DenoiseJob],
+    probe: &mut P,
+    observe: Observer<'_>,
+) -> Result<(), ModelError> {
+    if jobs.is_empty() {
+        return Ok(());
+    }
+    if let Some(job) = jobs.iter().find(|job| job.is_done()) {
+        return Err(ModelError::Internal(format!("a job has done its {} steps", job.steps())));
+    }
+    let x = tokens(modules.stem, jobs)?;
+    let hidden = {
+        let mut rows: Vec<Row<'_>> = Vec::with_capacity(2 * jobs.len());
+        for job in jobs.iter() {
+            rows.extend(job.prefixes.iter().map(|prefix| Row {
+                tokens: job.row_tokens(),
+                segments: &job.segments,
+                kv: RowKv::Past(prefix),
+            }));
+        }
+        modules.backbone.forward(x, &mut rows, &rope(jobs)?, probe)?
+    };
+    let velocities = velocities(modules.head, jobs, &hidden)?;
+    let mut guided = Vec::with_capacity(jobs.len());
+    for (index, (job, rows)) in jobs.iter().zip(velocities).enumerate() {
+        guided.push(guided_velocity(index, job, rows, observe)?);
+    }
+    for (job, velocity) in jobs.iter_mut().zip(guided) {
+        let step = job.step;
+        job.schedule.step(step, job.latents.as_f32_mut()?, velocity.as_f32()?)?;
+        job.step += 1;
+    }
+    Ok(())
+}
+
+/// Fresh tokens of all rows, `[tokens, hidden]`: a job's rows are alike, so its image is embedded once.
+fn tokens(stem: &ImageStem, jobs: &[&mut DenoiseJob]) -> Result<Tensor, ModelError> {
+    let mut parts = Vec::with_capacity(4 * jobs.len());
+    for job in jobs {
+        let specials = job.times.tokens.narrow0(job.step * job.times.specials, job.times.specials)?;
+        let modulation = job.times.patch.narrow0(2 * job.step, 2)?;
+        let image = stem.patch_embed.forward(&job.latents, &modulation)?;
+        for _ in &job.prefixes {
+            parts.push(specials.clone());
+            parts.push(image.clone());
+        }
+    }
+    Ok(Tensor::concat0(&parts.iter().collect::<Vec<_>>())?)
+}
+
+fn rope(jobs: &[&mut DenoiseJob]) -> Result<RopeTable, ModelError> {
+    if let [job] = jobs {
+        return Ok(job.rope.clone());
+    }
+    let cos: Vec<_> = jobs.iter().map(|job| &job.rope.cos).collect();
+    let sin: Vec<_> = jobs.iter().map(|job| &job.rope.sin).collect();
+    Ok(RopeTable { cos: Tensor::concat0(&cos)?, sin: Tensor::concat0(&sin)? })
+}
+
+/// Velocities of every row of every job, each `[1, h, w, latent]`.
+fn velocities(
+    head: &ImageHead,
+    jobs: &[&mut DenoiseJob],
+    hidden: &Tensor,
+) -> Result<Vec<Vec<Tensor>>, ModelError> {
+    let mut out = Vec::with_capacity(jobs.len());
+    let mut start = 0;
+    for job in jobs {
+        let modulation = job.times.last.narrow0(2 * job.step, 2)?;
+        let mut rows = Vec::with_capacity(job.rows());
+        for _ in &job.prefixes {
+            let image = hidden.narrow0(start + job.times.specials, job.grid.0 * job.grid.1)?;
+            rows.push(head.final_layer.forward(&image, job.grid, &modulation)?);
+            start += job.row_tokens();
+        }
+        out.push(rows);
+    }
+    Ok(out)
+}
+
+/// Guidance and its rescale over the rows of one job.
+fn guided_velocity(
+    index: usize,
+    job: &DenoiseJob,
+    rows: Vec<Tensor>,
+    observe: &mut dyn FnMut(usize, Velocities<'_>),
+) -> Result<Tensor, ModelError> {
+    let mut rows = rows.into_iter();
+    let cond = rows
+        .next()
+        .ok_or_else(|| ModelError::Internal("a job without rows".into()))?;
+    let uncond = rows.next();
+    let mut guided = cond.clone();
+    if let Some(uncond) = &uncond {
+        guide(guided.as_f32_mut()?, uncond.as_f32()?, job.guidance)?;
+        rescale(guided.as_f32_mut()?, cond.as_f32()?, job.rescale)?;
+    }
+    let uncond = uncond.as_ref().map(Tensor::as_f32).transpose()?;
+    observe(index, Velocities { cond: cond.as_f32()?, uncond, guided: guided.as_f32()? });
+    Ok(guided)
+}

@@ -1,0 +1,336 @@
+//! An opened model: its parts, and what it says about itself.
+
+use std::path::Path;
+
+use kernels::Tensor;
+use kv::{KvDType, KvGeometry};
+use parallel::RankContext;
+
+use crate::backbone::{Backbone, NoProbe, Probe};
+use crate::buckets::{Bucket, BucketSet, ResolutionGroup};
+use crate::config::{ModelConfig, Template};
+use crate::diffusion::{DenoiseJob, ImageHead, ImageStem, Modules, Observer, denoise_step};
+use crate::error::ModelError;
+use crate::input::{self, RowInput};
+use crate::picture::{Latents, RgbImage};
+use crate::prefix::KvCache;
+use crate::source::{Scope, WeightSource};
+use crate::tokenizer::{SpecialTokens, Tokenizer};
+use crate::vae::{Tiles, Vae};
+use crate::vit::Vit;
+use crate::weights::{Checkpoint, expected_tensors};
+
+/// Which parts of a checkpoint to hold in memory (HunyuanImage-3.0 specification, which stage needs what).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Parts {
+    /// Decoder layers, token embedding and the text head.
+    pub text: bool,
+    /// Decoder layers, token embedding and everything that denoises latents.
+    pub diffusion: bool,
+    /// VAE encoder, and the stem that makes tokens of its latents.
+    pub vae_encoder: bool,
+    /// VAE decoder.
+    pub vae_decoder: bool,
+    /// Vision transformer and aligner.
+    pub vit: bool,
+}
+
+impl Parts {
+    /// Everything.
+    pub const ALL: Self =
+        Self { text: true, diffusion: true, vae_encoder: true, vae_decoder: true, vit: true };
+    /// Text and prefixes, without conditioning images.
+    pub const PREFIX: Self =
+        Self { text: true, diffusion: false, vae_encoder: false, vae_decoder: false, vit: false };
+    /// Text and prefixes, with conditioning images.
+    pub const PREFIX_WITH_IMAGES: Self = Self { vae_encoder: true, vit: true, ..Self::PREFIX };
+    /// Denoising and decoding from prefixes made elsewhere.
+    pub const DENOISE: Self = Self { text: false, diffusion: true, vae_decoder: true, ..Self::PREFIX };
+}
+
+impl Default for Parts {
+    fn default() -> Self {
+        Self::ALL
+    }
+}
+
+/// How to open a model.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct LoadOptions {
+    /// What to hold in memory.
+    pub parts: Parts,
+    /// Whole or tiled VAE passes.
+    pub tiles: Tiles,
+}
+
+/// What a model says about itself.
+#[derive(Clone, Debug)]
+pub struct ModelInfo {
+    /// Name of the release.
+    pub name: String,
+    /// Hex digest that names the weights.
+    pub weights_id: String,
+    /// Picture sizes the model makes.
+    pub buckets: Vec<Bucket>,
+    /// Steps of a request that does not say.
+    pub default_steps: usize,
+    /// Guidance scale of a request that does not say.
+    pub default_guidance: f64,
+    /// Whether guidance is a token and one row suffices.
+    pub cfg_distilled: bool,
+    /// Longest row.
+    pub max_sequence_tokens: usize,
+    /// Template of a request that does not say.
+    pub default_template: Template,
+    /// Shape of a prefix.
+    pub kv: KvGeometry,
+    /// Pixels per image token along each side.
+    pub pixels_per_token: usize,
+}
+
+/// An opened model.
+#[derive(Debug)]
+pub struct Model {
+    config: ModelConfig,
+    info: ModelInfo,
+    buckets: ResolutionGroup,
+    text: Option<TextParts>,
+    backbone: Option<Backbone>,
+    stem: Option<ImageStem>,
+    head: Option<ImageHead>,
+    vae: Vae,
+    vit: Option<Vit>,
+    tiles: Tiles,
+}
+
+/// What turns text into tokens.
+#[derive(Debug)]
+struct TextParts {
+    tokenizer: Tokenizer,
+    special: SpecialTokens,
+}
+
+impl WeightSource for Checkpoint {
+    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError> {
+        Self::tensor(self, name, shape)
+    }
+
+    fn tensor_f32(&self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError> {
+        Self::tensor_f32(self, name, shape)
+    }
+}
+
+impl Model {
+    /// Opens a checkpoint directory. The whole set of tensors is checked before any value is read.
+    ///
+    /// # Errors
+    /// A bad config, checkpoint or tokenizer, each with the field, file or tensor named.
+    pub fn open(dir: &Path, options: LoadOptions) -> Result<Self, ModelError> {
+        let config = ModelConfig::from_dir(dir)?;
+        let checkpoint = Checkpoint::open(dir)?;
+        checkpoint.verify(&expected_tensors(&config))?;
+        let tokenizer = Tokenizer::from_dir(dir)?;
+        let special = SpecialTokens::lookup(&tokenizer, &config)?;
+        let weights_id = checkpoint.weights_id()?;
+        let mut model = Self::build(config, &checkpoint, options, weights_id)?;
+        model.text = Some(TextParts { tokenizer, special });
+        Ok(model)
+    }
+
+    /// Builds the parts from any source of weights; the result has no tokenizer.
+    pub(crate) fn build(
+        config: ModelConfig,
+        source: &dyn WeightSource,
+        options: LoadOptions,
+        weights_id: String,
+    ) -> Result<Self, ModelError> {
+        let (root, parts) = (Scope::root(source), options.parts);
+        let buckets = resolution_group(&config)?;
+        let decoder = parts.text || parts.diffusion;
+        let stem = parts.diffusion || parts.vae_encoder;
+        Ok(Self {
+            backbone: decoder
+                .then(|| Backbone::load(&root, &config, parts.text))
+                .transpose()?,
+            stem: stem.then(|| ImageStem::load(&root, &config)).transpose()?,
+            head: parts.diffusion.then(|| ImageHead::load(&root, &config)).transpose()?,
+            vae: Vae::load(&root, &config, parts.vae_encoder, parts.vae_decoder)?,
+            vit: parts.vit.then(|| Vit::load(&root, &config)).transpose()?,
+            info: info(&config, &buckets, weights_id),
+            buckets,
+            text: None,
+            tiles: options.tiles,
+            config,
+        })
+    }
+
+    /// What the model says about itself.
+    pub fn info(&self) -> &ModelInfo {
+        &self.info
+    }
+
+    /// The checkpoint's config.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Picture sizes the model makes.
+    pub fn buckets(&self) -> &ResolutionGroup {
+        &self.buckets
+    }
+
+    /// Text to ids and back.
+    ///
+    /// # Errors
+    /// `Internal` for a model that was not opened from a checkpoint directory.
+    pub fn tokenizer(&self) -> Result<&Tokenizer, ModelError> {
+        self.text.as_ref().map(|t| &t.tokenizer).ok_or_else(no_text)
+    }
+
+    /// The special tokens' ids.
+    ///
+    /// # Errors
+    /// `Internal` for a model that was not opened from a checkpoint directory.
+    pub fn special_tokens(&self) -> Result<&SpecialTokens, ModelError> {
+        self.text.as_ref().map(|t| &t.special).ok_or_else(no_text)
+    }
+
+    /// The decoder.
+    ///
+    /// # Errors
+    /// `Internal` when it was not loaded.
+    pub fn backbone(&self) -> Result<&Backbone, ModelError> {
+        self.backbone.as_ref().ok_or_else(|| absent("text or diffusion"))
+    }
+
+    /// What turns latents into tokens.
+    ///
+    /// # Errors
+    /// `Internal` when it was not loaded.
+    pub fn image_stem(&self) -> Result<&ImageStem, ModelError> {
+        self.stem.as_ref().ok_or_else(|| absent("diffusion or vae_encoder"))
+    }
+
+    /// What turns hidden states into velocity.
+    ///
+    /// # Errors
+    /// `Internal` when it was not loaded.
+    pub fn image_head(&self) -> Result<&ImageHead, ModelError> {
+        self.head.as_ref().ok_or_else(|| absent("diffusion"))
+    }
+
+    /// The VAE; a half that was not loaded answers with an error when used.
+    pub fn vae(&self) -> &Vae {
+        &self.vae
+    }
+
+    /// The vision transformer.
+    ///
+    /// # Errors
+    /// `Internal` when it was not loaded.
+    pub fn vit(&self) -> Result<&Vit, ModelError> {
+        self.vit.as_ref().ok_or_else(|| absent("vit"))
+    }
+
+    /// Advances every job by one step, all rows packed in one pass. Each job has its own size, step,
+    /// guidance and prefix; its result is, bit for bit, what it would be alone. Nothing changes when an
+    /// error is returned.
+    ///
+    /// # Errors
+    /// `Internal` when a job is done already or a part was not loaded.
+    pub fn denoise_step(
+        &self,
+        ctx: &RankContext,
+        jobs: &mut [&mut DenoiseJob],
+    ) -> Result<(), ModelError> {
+        self.denoise_step_observed(ctx, jobs, &mut NoProbe, &mut |_, _| {})
+    }
+
+    /// Like [`Model::denoise_step`], showing inner states to `probe` and velocities to `observe`.
+    ///
+    /// # Errors
+    /// Those of [`Model::denoise_step`].
+    pub fn denoise_step_observed<P: Probe>(
+        &self,
+        _ctx: &RankContext,
+        jobs: &mut [&mut DenoiseJob],
+        probe: &mut P,
+        observe: Observer<'_>,
+    ) -> Result<(), ModelError> {
+        let modules = Modules {
+            backbone: self.backbone()?,
+            stem: self.image_stem()?,
+            head: self.image_head()?,
+        };
+        denoise_step(modules, jobs, probe, observe)
+    }
+
+    /// The picture of denoised latents.
+    ///
+    /// # Errors
+    /// `Internal` when the decoder was not loaded or the latents are not numbers.
+    pub fn decode(&self, _ctx: &RankContext, latents: &Latents) -> Result<RgbImage, ModelError> {
+        self.vae.decode(latents, self.tiles)
+    }
+
+    /// Runs packed tokens of rows on top of their caches and appends to them; returns hidden states
+    /// `[tokens, hidden]`, without the final norm.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a row beyond the model's positions, `Internal` when rows and caches disagree.
+    pub fn run_rows<P: Probe>(
+        &self,
+        _ctx: &RankContext,
+        rows: &[RowInput<'_>],
+        caches: &mut [&mut KvCache],
+        probe: &mut P,
+    ) -> Result<Tensor, ModelError> {
+        input::run(&self.config, self.backbone()?, rows, caches, probe)
+    }
+
+    /// Like [`Model::run_rows`], but only to fill the caches.
+    ///
+    /// # Errors
+    /// Those of [`Model::run_rows`].
+    pub fn fill_rows(
+        &self,
+        _ctx: &RankContext,
+        rows: &[RowInput<'_>],
+        caches: &mut [&mut KvCache],
+    ) -> Result<(), ModelError> {
+        input::fill(&self.config, self.backbone()?, rows, caches)
+    }
+}
+
+fn resolution_group(config: &ModelConfig) -> Result<ResolutionGroup, ModelError> {
+    let set = if config.extra_ratios { BucketSet::Instruct } else { BucketSet::Base };
+    ResolutionGroup::new(config.image_base_size, config.pixels_per_token(), set)
+}
+
+fn info(config: &ModelConfig, buckets: &ResolutionGroup, weights_id: String) -> ModelInfo {
+    ModelInfo {
+        name: config.name.clone(),
+        weights_id,
+        buckets: buckets.buckets().to_vec(),
+        default_steps: config.generation.steps,
+        default_guidance: config.generation.guidance,
+        cfg_distilled: config.cfg_distilled,
+        max_sequence_tokens: config.max_position_embeddings,
+        default_template: config.generation.template,
+        kv: KvGeometry {
+            layers: config.num_layers(),
+            kv_heads: config.num_kv_heads,
+            head_dim: config.head_dim,
+            dtype: KvDType::F32,
+        },
+        pixels_per_token: config.pixels_per_token(),
+    }
+}
+
+fn absent(parts: &str) -> ModelError {
+    ModelError::Internal(format!("the model was opened without its {parts} parts"))
+}
+
+fn no_text() -> ModelError {
+    ModelError::Internal("the model has no tokenizer".into())
+}
