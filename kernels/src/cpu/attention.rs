@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use super::recycle::Recycled;
+use super::attention_core::{HeadShape, QueryTile, attend};
+use super::rope::AttnHeads;
 use crate::error::{KernelError, Result};
 use crate::tensor::{ANY, Tensor};
 
@@ -97,34 +98,30 @@ pub fn varlen_attention(
         k.f32_named(OP, "k")?,
         v.f32_named(OP, "v")?,
     );
-    let mut out = Recycled::zeros(tokens * hq * d);
-    for segment in segments {
-        let row = &rows[segment.row];
-        for (i, t) in segment.q.clone().enumerate() {
-            let keys = match segment.kind {
-                SegmentKind::Causal => segment.q_pos + i + 1,
-                SegmentKind::Full => segment.keys,
-            };
-            for h in 0..hq {
-                let head = h / (hq / hkv);
-                let pick = |j: usize| match row.past {
-                    Some(p) if j < p.len => {
-                        let at = head * p.head_stride + j * p.token_stride;
-                        (&p.k[at..at + d], &p.v[at..at + d])
-                    }
-                    past => {
-                        let t = row.fresh.start + j - past.map_or(0, |p| p.len);
-                        let at = (t * hkv + head) * d;
-                        (&k[at..at + d], &v[at..at + d])
-                    }
-                };
-                let at = (t * hq + h) * d;
-                let (ks, vs): (Vec<&[f32]>, Vec<&[f32]>) = (0..keys).map(pick).unzip();
-                let y = crate::plain::attention(&q[at..at + d], &ks, &vs, scale);
-                out[at..at + d].copy_from_slice(&y);
-            }
-        }
+    let shape = HeadShape {
+        q: hq,
+        kv: hkv,
+        dim: d,
+    };
+    let mut tiles = Vec::new();
+    for s in segments {
+        let (past, fresh) = (rows[s.row].past, rows[s.row].fresh.start);
+        let (visible, step) = match s.kind {
+            SegmentKind::Causal => (s.q_pos + 1, 1),
+            SegmentKind::Full => (s.keys, 0),
+        };
+        shape.split(
+            QueryTile {
+                q: s.q.clone(),
+                visible,
+                step,
+                past,
+                fresh,
+            },
+            &mut tiles,
+        );
     }
+    let out = attend(q, (k, v), shape, tiles, scale);
     Ok(Tensor::output(&[tokens, hq * d], out))
 }
 
@@ -234,9 +231,13 @@ fn check_segments(
 /// Upper bound of the scratch bytes of one [`varlen_attention`] call on `threads` threads. It depends on
 /// the tile and head sizes, not on the number of queries or keys.
 #[must_use]
-pub fn varlen_attention_workspace_bytes(heads: super::rope::AttnHeads, threads: usize) -> usize {
-    let _ = heads;
-    threads
+pub fn varlen_attention_workspace_bytes(heads: AttnHeads, threads: usize) -> usize {
+    let shape = HeadShape {
+        q: heads.q,
+        kv: heads.kv.max(1),
+        dim: heads.dim,
+    };
+    threads * shape.scratch_elements() * size_of::<f32>()
 }
 
 /// Dense attention without a mask: `q [n, Tq, h, d]`, `k`, `v` `[n, Tk, h, d]`; item `i` sees keys
@@ -278,16 +279,25 @@ pub fn mha(q: &Tensor, k: &Tensor, v: &Tensor, key_len: &[usize], scale: f32) ->
         k.f32_named(OP, "k")?,
         v.f32_named(OP, "v")?,
     );
-    let mut out = Recycled::zeros(n * tq * h * d);
-    for i in 0..n * tq * h {
-        let (item, head) = (i / h / tq, i % h);
-        let pick = |j: usize| {
-            let at = ((item * tk + j) * h + head) * d;
-            (&k[at..at + d], &v[at..at + d])
-        };
-        let (ks, vs): (Vec<&[f32]>, Vec<&[f32]>) = (0..key_len[item]).map(pick).unzip();
-        let y = crate::plain::attention(&q[i * d..(i + 1) * d], &ks, &vs, scale);
-        out[i * d..(i + 1) * d].copy_from_slice(&y);
+    let shape = HeadShape {
+        q: h,
+        kv: h,
+        dim: d,
+    };
+    let mut tiles = Vec::new();
+    for (i, &visible) in key_len.iter().enumerate() {
+        let q = i * tq..(i + 1) * tq;
+        shape.split(
+            QueryTile {
+                q,
+                visible,
+                step: 0,
+                past: None,
+                fresh: i * tk,
+            },
+            &mut tiles,
+        );
     }
+    let out = attend(q, (k, v), shape, tiles, scale);
     Ok(Tensor::output(&[n, tq, h * d], out))
 }

@@ -44,13 +44,6 @@ impl Recycled {
             None => Self(vec![0.0; len]),
         }
     }
-
-    /// A buffer of zeros.
-    pub(crate) fn zeros(len: usize) -> Self {
-        let mut buffer = Self::stale(len);
-        buffer.fill(0.0);
-        buffer
-    }
 }
 
 impl From<Vec<f32>> for Recycled {

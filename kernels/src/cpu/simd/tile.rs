@@ -19,6 +19,8 @@ pub(crate) const MAX_ROWS: usize = 12;
 
 /// One row of a panel, as stored.
 pub(crate) trait PanelRow: Copy + Send + Sync {
+    /// Columns of the panel, 16 or 32.
+    const WIDTH: usize;
     /// Column `j`, widened.
     fn get(&self, j: usize) -> f32;
     /// Columns `half * 16 .. half * 16 + 16`.
@@ -33,7 +35,7 @@ pub(crate) trait PanelRow: Copy + Send + Sync {
         Self: Sized;
 }
 
-/// Output tile: `rows` rows of [`PANEL`] elements, `stride` apart, the first at the start of `data`.
+/// Output tile: `rows` rows as wide as the panel, `stride` apart, the first at the start of `data`.
 pub(crate) struct Tile<'a> {
     /// The elements from the first of the tile on.
     pub(crate) data: &'a mut [f32],
@@ -57,7 +59,7 @@ pub(crate) fn multiply_add<P: PanelRow>(a: &[f32], b: &[P], c: Tile<'_>) {
     let rows = c.rows;
     assert!((1..=rows_per_call()).contains(&rows) && b.len() <= KC);
     assert!(a.len() >= (rows - 1) * STRIDE + b.len());
-    assert!(c.stride >= PANEL && c.data.len() >= (rows - 1) * c.stride + PANEL);
+    assert!(c.stride >= P::WIDTH && c.data.len() >= (rows - 1) * c.stride + P::WIDTH);
     #[cfg(target_arch = "x86_64")]
     match super::level() {
         // SAFETY: the CPU has AVX-512 at this level, and the lengths were checked above.
@@ -72,7 +74,7 @@ pub(crate) fn multiply_add<P: PanelRow>(a: &[f32], b: &[P], c: Tile<'_>) {
 /// The same for any CPU.
 fn portable<P: PanelRow>(a: &[f32], b: &[P], c: Tile<'_>) {
     for r in 0..c.rows {
-        let out = &mut c.data[r * c.stride..][..PANEL];
+        let out = &mut c.data[r * c.stride..][..P::WIDTH];
         for (&x, row) in a[r * STRIDE..].iter().zip(b) {
             for (j, o) in out.iter_mut().enumerate() {
                 *o = x.mul_add(row.get(j), *o);
@@ -81,7 +83,9 @@ fn portable<P: PanelRow>(a: &[f32], b: &[P], c: Tile<'_>) {
     }
 }
 
-impl PanelRow for [f32; PANEL] {
+impl<const N: usize> PanelRow for [f32; N] {
+    const WIDTH: usize = N;
+
     #[inline(always)]
     fn get(&self, j: usize) -> f32 {
         self[j]
@@ -113,6 +117,8 @@ fn bytemuck_array<A, V: Copy>(part: &A) -> V {
 }
 
 impl PanelRow for [bf16; PANEL] {
+    const WIDTH: usize = PANEL;
+
     #[inline(always)]
     fn get(&self, j: usize) -> f32 {
         f32::from_bits(u32::from(self[j].to_bits()) << 16)
@@ -149,9 +155,9 @@ mod x86 {
     use super::{PANEL, PanelRow, STRIDE, Tile};
 
     macro_rules! by_rows {
-        ($f:ident, $a:ident, $b:ident, $c:ident, $($m:literal)*) => {
+        ($f:ident, $v:literal, $a:ident, $b:ident, $c:ident, $($m:literal)*) => {
             match $c.rows {
-                $($m => $f::<P, $m>($a, $b, $c),)*
+                $($m => $f::<P, $m, $v>($a, $b, $c),)*
                 rows => unreachable!("tile of {rows} rows"),
             }
         };
@@ -159,58 +165,72 @@ mod x86 {
 
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
     pub(super) fn avx512_rows<P: PanelRow>(a: &[f32], b: &[P], c: Tile<'_>) {
-        by_rows!(avx512, a, b, c, 1 2 3 4 5 6 7 8 9 10 11 12);
+        if P::WIDTH == PANEL {
+            by_rows!(avx512, 2, a, b, c, 1 2 3 4 5 6 7 8 9 10 11 12);
+        } else {
+            by_rows!(avx512, 1, a, b, c, 1 2 3 4 5 6 7 8 9 10 11 12);
+        }
     }
 
     #[target_feature(enable = "avx2,fma")]
     pub(super) fn avx2_rows<P: PanelRow>(a: &[f32], b: &[P], c: Tile<'_>) {
-        by_rows!(avx2, a, b, c, 1 2 3 4 5 6);
+        if P::WIDTH == PANEL {
+            by_rows!(avx2, 2, a, b, c, 1 2 3 4 5 6);
+        } else {
+            by_rows!(avx2, 1, a, b, c, 1 2 3 4 5 6);
+        }
     }
 
+    /// `M` rows of `V` vectors of 16.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-    fn avx512<P: PanelRow, const M: usize>(a: &[f32], b: &[P], c: Tile<'_>) {
-        debug_assert!(a.len() >= (M - 1) * STRIDE + b.len());
-        let mut acc = [[_mm512_set1_ps(0.0); 2]; M];
+    fn avx512<P: PanelRow, const M: usize, const V: usize>(a: &[f32], b: &[P], c: Tile<'_>) {
+        const { assert!(M > 0 && P::WIDTH >= 16) };
+        let mut acc = [[_mm512_set1_ps(0.0); V]; M];
         for (r, acc) in acc.iter_mut().enumerate() {
-            let row = &c.data[r * c.stride..][..PANEL];
+            let row = &c.data[r * c.stride..][..V * 16];
             for (h, acc) in acc.iter_mut().enumerate() {
-                // SAFETY: `row` has PANEL = 32 elements; 16 are read from 0 or 16 on.
+                // SAFETY: `row` has V * 16 elements; 16 are read from h * 16 on, h < V.
                 *acc = unsafe { _mm512_loadu_ps(row[h * 16..].as_ptr()) };
             }
         }
         for (k, row) in b.iter().enumerate() {
-            let (b0, b1) = (row.load512(0), row.load512(1));
+            let b: [_; V] = std::array::from_fn(
+                #[inline(always)]
+                |h| row.load512(h),
+            );
             for (r, acc) in acc.iter_mut().enumerate() {
                 // SAFETY: r < M and k < b.len(), and `multiply_add` checked that `a` holds
                 // (M - 1) * STRIDE + b.len() elements.
                 let x = _mm512_set1_ps(unsafe { *a.get_unchecked(r * STRIDE + k) });
-                acc[0] = _mm512_fmadd_ps(x, b0, acc[0]);
-                acc[1] = _mm512_fmadd_ps(x, b1, acc[1]);
+                for (acc, b) in acc.iter_mut().zip(b) {
+                    *acc = _mm512_fmadd_ps(x, b, *acc);
+                }
             }
         }
         for (r, acc) in acc.iter().enumerate() {
-            let row = &mut c.data[r * c.stride..][..PANEL];
+            let row = &mut c.data[r * c.stride..][..V * 16];
             for (h, acc) in acc.iter().enumerate() {
-                // SAFETY: `row` has PANEL = 32 elements; 16 are written from 0 or 16 on.
+                // SAFETY: `row` has V * 16 elements; 16 are written from h * 16 on, h < V.
                 unsafe { _mm512_storeu_ps(row[h * 16..].as_mut_ptr(), *acc) };
             }
         }
     }
 
+    /// `M` rows of `V` pairs of vectors of 8.
     #[target_feature(enable = "avx2,fma")]
-    fn avx2<P: PanelRow, const M: usize>(a: &[f32], b: &[P], c: Tile<'_>) {
-        debug_assert!(a.len() >= (M - 1) * STRIDE + b.len());
-        for half in 0..2 {
+    fn avx2<P: PanelRow, const M: usize, const V: usize>(a: &[f32], b: &[P], c: Tile<'_>) {
+        const { assert!(M > 0 && P::WIDTH >= 16) };
+        for pair in 0..V {
             let mut acc = [[_mm256_set1_ps(0.0); 2]; M];
             for (r, acc) in acc.iter_mut().enumerate() {
-                let row = &c.data[r * c.stride + half * 16..][..16];
+                let row = &c.data[r * c.stride + pair * 16..][..16];
                 for (h, acc) in acc.iter_mut().enumerate() {
                     // SAFETY: `row` has 16 elements; 8 are read from 0 or 8 on.
                     *acc = unsafe { _mm256_loadu_ps(row[h * 8..].as_ptr()) };
                 }
             }
             for (k, row) in b.iter().enumerate() {
-                let (b0, b1) = (row.load256(half * 2), row.load256(half * 2 + 1));
+                let (b0, b1) = (row.load256(pair * 2), row.load256(pair * 2 + 1));
                 for (r, acc) in acc.iter_mut().enumerate() {
                     // SAFETY: r < M and k < b.len(), and `multiply_add` checked that `a` holds
                     // (M - 1) * STRIDE + b.len() elements.
@@ -220,7 +240,7 @@ mod x86 {
                 }
             }
             for (r, acc) in acc.iter().enumerate() {
-                let row = &mut c.data[r * c.stride + half * 16..][..16];
+                let row = &mut c.data[r * c.stride + pair * 16..][..16];
                 for (h, acc) in acc.iter().enumerate() {
                     // SAFETY: `row` has 16 elements; 8 are written from 0 or 8 on.
                     unsafe { _mm256_storeu_ps(row[h * 8..].as_mut_ptr(), *acc) };

@@ -1,0 +1,445 @@
+//! The tiles of attention.
+//!
+//! A tile is a few queries of one segment. For each KV head its query heads are computed together, so
+//! keys are packed once for all of them. Keys come in tiles of [`KEYS`] that are aligned to the key index
+//! of the row, and every query keeps its own running maximum, sum and output: a query's result depends on
+//! its own keys only, not on the tile it falls in.
+
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use super::attention::KvPart;
+use super::recycle::Recycled;
+use super::simd::{
+    self,
+    tile::{self, KC, PANEL, STRIDE, Tile},
+};
+use super::workspace::{Scratch, scratch};
+
+/// Keys per tile.
+const KEYS: usize = 128;
+/// Query rows (queries times query heads of a group) per tile, for heads of up to 128 elements.
+const QUERY_ROWS: usize = 192;
+/// Half a panel; the last panel of a head may be this narrow.
+const HALF: usize = PANEL / 2;
+
+/// Sizes of the heads.
+#[derive(Clone, Copy)]
+pub(crate) struct HeadShape {
+    pub(crate) q: usize,
+    pub(crate) kv: usize,
+    pub(crate) dim: usize,
+}
+
+/// Queries `q` (packed tokens) of one row; query `i` sees its first `visible + step * i` keys.
+#[derive(Clone)]
+pub(crate) struct QueryTile<'a> {
+    pub(crate) q: Range<usize>,
+    pub(crate) visible: usize,
+    pub(crate) step: usize,
+    /// Cached keys come first.
+    pub(crate) past: Option<KvPart<'a>>,
+    /// Token of the fresh keys that follows the cached ones.
+    pub(crate) fresh: usize,
+}
+
+impl QueryTile<'_> {
+    fn visible(&self, query: usize) -> usize {
+        self.visible + self.step * query
+    }
+
+    fn most_visible(&self) -> usize {
+        self.visible(self.q.len() - 1)
+    }
+}
+
+impl HeadShape {
+    fn group(&self) -> usize {
+        self.q / self.kv
+    }
+
+    /// Queries of a full tile.
+    fn tile_queries(&self) -> usize {
+        let rows = QUERY_ROWS * 128 / self.dim.max(128);
+        (rows / self.group()).max(1)
+    }
+
+    /// Columns of the packed values and of the running output: panels of 32, the last perhaps 16.
+    fn padded(&self) -> usize {
+        self.dim.next_multiple_of(HALF)
+    }
+
+    /// Blocks of [`KC`] elements that a head is cut into.
+    fn blocks(&self) -> usize {
+        self.dim.div_ceil(KC)
+    }
+
+    /// Scratch elements of one thread.
+    pub(crate) fn scratch_elements(&self) -> usize {
+        let rows = self.tile_queries() * self.group();
+        rows * (self.blocks() * STRIDE + STRIDE + self.padded() + 2)
+            + KEYS * (self.dim + self.padded())
+    }
+
+    /// Cuts a segment into tiles of nearly equal size.
+    pub(crate) fn split<'a>(&self, segment: QueryTile<'a>, tiles: &mut Vec<QueryTile<'a>>) {
+        let total = segment.q.len();
+        if total == 0 {
+            return;
+        }
+        let per_tile = total.div_ceil(total.div_ceil(self.tile_queries()));
+        for start in (0..total).step_by(per_tile) {
+            let end = (start + per_tile).min(total);
+            tiles.push(QueryTile {
+                q: segment.q.start + start..segment.q.start + end,
+                visible: segment.visible(start),
+                ..segment.clone()
+            });
+        }
+    }
+}
+
+/// One piece of parallel work: a tile, its KV heads, and the output rows of exactly those heads.
+struct Task<'a, 'o> {
+    tile: &'a QueryTile<'a>,
+    heads: Range<usize>,
+    out: &'o mut [f32],
+}
+
+/// Runs all tiles; they must cover the queries `0 .. T` once. `[T, q * dim]`.
+pub(crate) fn attend(
+    q: &[f32],
+    kv: (&[f32], &[f32]),
+    shape: HeadShape,
+    mut tiles: Vec<QueryTile<'_>>,
+    scale: f32,
+) -> Recycled {
+    let width = shape.q * shape.dim;
+    let mut out = Recycled::stale(q.len());
+    tiles.sort_by_key(|t| t.q.start);
+    let core = Core {
+        q,
+        k: kv.0,
+        v: kv.1,
+        shape,
+        scale,
+    };
+    let work: usize = tiles
+        .iter()
+        .map(|t| t.q.len() * t.most_visible() * width / 4)
+        .sum();
+    let threads = super::par::threads(work);
+    if threads > 1 && tiles.len() < 2 * threads && shape.kv > 1 {
+        by_head(&core, &tiles, &mut out);
+        return out;
+    }
+    let mut rest = &mut out[..];
+    let mut tasks = Vec::with_capacity(tiles.len());
+    for tile in &tiles {
+        let (mine, others) = rest.split_at_mut(tile.q.len() * width);
+        rest = others;
+        tasks.push(Task {
+            tile,
+            heads: 0..shape.kv,
+            out: mine,
+        });
+    }
+    if threads > 1 {
+        tasks.par_iter_mut().with_max_len(1).for_each_init(
+            || Buffers::new(shape),
+            |buffers, task| core.run(task, buffers),
+        );
+    } else {
+        let mut buffers = Buffers::new(shape);
+        tasks
+            .iter_mut()
+            .for_each(|task| core.run(task, &mut buffers));
+    }
+    out
+}
+
+/// Few tiles: threads split the KV heads too, and the strips are put together afterwards.
+fn by_head(core: &Core<'_>, tiles: &[QueryTile<'_>], out: &mut [f32]) {
+    let (width, strip_width) = (
+        core.shape.q * core.shape.dim,
+        core.shape.group() * core.shape.dim,
+    );
+    let strips: Vec<Scratch> = (0..tiles.len() * core.shape.kv)
+        .into_par_iter()
+        .map(|i| {
+            let (tile, head) = (&tiles[i / core.shape.kv], i % core.shape.kv);
+            let mut strip = scratch(tile.q.len() * strip_width);
+            let mut task = Task {
+                tile,
+                heads: head..head + 1,
+                out: &mut strip,
+            };
+            core.run(&mut task, &mut Buffers::new(core.shape));
+            strip
+        })
+        .collect();
+    for (i, strip) in strips.iter().enumerate() {
+        let (tile, head) = (&tiles[i / core.shape.kv], i % core.shape.kv);
+        for (t, part) in tile.q.clone().zip(strip.chunks_exact(strip_width)) {
+            out[t * width + head * strip_width..][..strip_width].copy_from_slice(part);
+        }
+    }
+}
+
+/// Scratch of one thread; its size depends on the heads only.
+struct Buffers {
+    /// Scaled queries `[block][row][STRIDE]`.
+    q: Scratch,
+    /// Scores, then probabilities `[row][STRIDE]`.
+    p: Scratch,
+    /// Running outputs `[row][padded]`.
+    o: Scratch,
+    /// Running maximum and sum of each row.
+    state: Scratch,
+    /// Packed keys `[panel of 32 keys][dim][32]`.
+    k: Scratch,
+    /// Packed values `[panel of columns][key][32 or 16]`.
+    v: Scratch,
+}
+
+impl Buffers {
+    fn new(shape: HeadShape) -> Self {
+        let rows = shape.tile_queries() * shape.group();
+        Self {
+            q: scratch(shape.blocks() * rows * STRIDE),
+            p: scratch(rows * STRIDE),
+            o: scratch(rows * shape.padded()),
+            state: scratch(rows * 2),
+            k: scratch(KEYS * shape.dim),
+            v: scratch(KEYS * shape.padded()),
+        }
+    }
+}
+
+struct Core<'a> {
+    q: &'a [f32],
+    k: &'a [f32],
+    v: &'a [f32],
+    shape: HeadShape,
+    scale: f32,
+}
+
+impl Core<'_> {
+    fn run(&self, task: &mut Task<'_, '_>, buffers: &mut Buffers) {
+        for head in task.heads.clone() {
+            self.pack_queries(task.tile, head, buffers);
+            for first in (0..task.tile.most_visible()).step_by(KEYS) {
+                let count = KEYS.min(task.tile.most_visible() - first);
+                self.pack_keys(task.tile, head, first..first + count, buffers);
+                self.scores(task.tile, count, buffers);
+                self.soften(task.tile, first, count, buffers);
+                self.values(task.tile, count, buffers);
+            }
+            self.finish(task, head, buffers);
+        }
+    }
+
+    fn rows(&self, tile: &QueryTile<'_>) -> usize {
+        tile.q.len() * self.shape.group()
+    }
+
+    /// Queries times scale, and a fresh running state.
+    fn pack_queries(&self, tile: &QueryTile<'_>, head: usize, buffers: &mut Buffers) {
+        let HeadShape { q: heads, dim, .. } = self.shape;
+        let (group, rows) = (self.shape.group(), self.rows(tile));
+        for (i, t) in tile.q.clone().enumerate() {
+            let source = &self.q[(t * heads + head * group) * dim..][..group * dim];
+            for (g, source) in source.chunks_exact(dim).enumerate() {
+                for (block, source) in source.chunks(KC).enumerate() {
+                    let row = &mut buffers.q[(block * rows + i * group + g) * STRIDE..];
+                    for (o, &v) in row.iter_mut().zip(source) {
+                        *o = v * self.scale;
+                    }
+                }
+            }
+        }
+        buffers.o[..rows * self.shape.padded()].fill(0.0);
+        for state in buffers.state[..2 * rows].chunks_exact_mut(2) {
+            state.copy_from_slice(&[f32::NEG_INFINITY, 0.0]);
+        }
+    }
+
+    /// Key or value `key` of the row: `(slice, offset)`.
+    fn locate<'s>(
+        &'s self,
+        tile: &'s QueryTile<'_>,
+        head: usize,
+        key: usize,
+    ) -> (&'s [f32], &'s [f32]) {
+        let dim = self.shape.dim;
+        match tile.past {
+            Some(past) if key < past.len => {
+                let at = head * past.head_stride + key * past.token_stride;
+                (&past.k[at..at + dim], &past.v[at..at + dim])
+            }
+            past => {
+                let token = tile.fresh + key - past.map_or(0, |p| p.len);
+                let at = (token * self.shape.kv + head) * dim;
+                (&self.k[at..at + dim], &self.v[at..at + dim])
+            }
+        }
+    }
+
+    /// Transposes a tile of keys and copies the values, both in panels.
+    fn pack_keys(
+        &self,
+        tile: &QueryTile<'_>,
+        head: usize,
+        keys: Range<usize>,
+        buffers: &mut Buffers,
+    ) {
+        let dim = self.shape.dim;
+        for (j, key) in keys.clone().enumerate() {
+            let (k, v) = self.locate(tile, head, key);
+            let panel = &mut buffers.k[j / PANEL * PANEL * dim..][..PANEL * dim];
+            for (row, &x) in panel.as_chunks_mut::<PANEL>().0.iter_mut().zip(k) {
+                row[j % PANEL] = x;
+            }
+            for (panel, part) in v.chunks(PANEL).enumerate() {
+                let width = self.panel_width(panel);
+                let at = panel * PANEL * keys.len() + j * width;
+                let row = &mut buffers.v[at..at + width];
+                row[..part.len()].copy_from_slice(part);
+                row[part.len()..].fill(0.0);
+            }
+        }
+        // Scores of the columns beyond the last key are computed and never read: keep them finite.
+        let last = keys.len() % PANEL;
+        if last > 0 {
+            let panel = &mut buffers.k[keys.len() / PANEL * PANEL * dim..][..PANEL * dim];
+            for row in panel.as_chunks_mut::<PANEL>().0 {
+                row[last..].fill(0.0);
+            }
+        }
+    }
+
+    fn panel_width(&self, panel: usize) -> usize {
+        (self.shape.padded() - panel * PANEL).min(PANEL)
+    }
+
+    /// `p[row][key] = q[row] . k[key]`.
+    fn scores(&self, tile: &QueryTile<'_>, count: usize, buffers: &mut Buffers) {
+        let (dim, rows) = (self.shape.dim, self.rows(tile));
+        let per_call = tile::rows_per_call();
+        for row in buffers.p[..rows * STRIDE].chunks_exact_mut(STRIDE) {
+            row[..count.next_multiple_of(PANEL)].fill(0.0);
+        }
+        for (panel, keys) in buffers
+            .k
+            .chunks(PANEL * dim)
+            .take(count.div_ceil(PANEL))
+            .enumerate()
+        {
+            let keys = keys.as_chunks::<PANEL>().0;
+            for (block, keys) in keys.chunks(KC).enumerate() {
+                let q = &buffers.q[block * rows * STRIDE..];
+                for first in (0..rows).step_by(per_call) {
+                    let data = &mut buffers.p[first * STRIDE + panel * PANEL..];
+                    let rows = per_call.min(rows - first);
+                    let tile = Tile {
+                        data,
+                        stride: STRIDE,
+                        rows,
+                    };
+                    tile::multiply_add(&q[first * STRIDE..], keys, tile);
+                }
+            }
+        }
+    }
+
+    /// Scores to probabilities relative to the running maximum; rescales the running sum and output.
+    fn soften(&self, tile: &QueryTile<'_>, first: usize, count: usize, buffers: &mut Buffers) {
+        let (group, rows, padded) = (self.shape.group(), self.rows(tile), self.shape.padded());
+        let Buffers { p, o, state, .. } = buffers;
+        simd::run(
+            #[inline(always)]
+            || {
+                let p = p[..rows * STRIDE].chunks_exact_mut(STRIDE);
+                let rest = o.chunks_exact_mut(padded).zip(state.chunks_exact_mut(2));
+                for (row, (p, (o, state))) in p.zip(rest).enumerate() {
+                    let visible = tile.visible(row / group).saturating_sub(first).min(count);
+                    soften_row(&mut p[..count], visible, o, state);
+                }
+            },
+        );
+    }
+
+    /// `o[row] += p[row][key] * v[key]`.
+    fn values(&self, tile: &QueryTile<'_>, count: usize, buffers: &mut Buffers) {
+        let (rows, padded) = (self.rows(tile), self.shape.padded());
+        let per_call = tile::rows_per_call();
+        for column in (0..padded).step_by(PANEL) {
+            let width = self.panel_width(column / PANEL);
+            let panel = &buffers.v[column * count..][..width * count];
+            for first in (0..rows).step_by(per_call) {
+                let data = &mut buffers.o[first * padded + column..];
+                let tile = Tile {
+                    data,
+                    stride: padded,
+                    rows: per_call.min(rows - first),
+                };
+                let p = &buffers.p[first * STRIDE..];
+                if width == PANEL {
+                    tile::multiply_add(p, panel.as_chunks::<PANEL>().0, tile);
+                } else {
+                    tile::multiply_add(p, panel.as_chunks::<HALF>().0, tile);
+                }
+            }
+        }
+    }
+
+    /// Divides by the running sum and writes the rows of the task's output.
+    fn finish(&self, task: &mut Task<'_, '_>, head: usize, buffers: &Buffers) {
+        let (dim, padded, group) = (self.shape.dim, self.shape.padded(), self.shape.group());
+        let out_width = task.heads.len() * group * dim;
+        let column = (head - task.heads.start) * group * dim;
+        let outputs = buffers
+            .o
+            .chunks_exact(padded)
+            .zip(buffers.state.chunks_exact(2));
+        for (row, (o, state)) in outputs.take(self.rows(task.tile)).enumerate() {
+            let at = row / group * out_width + column + row % group * dim;
+            let inv = 1.0 / state[1];
+            for (out, &v) in task.out[at..at + dim].iter_mut().zip(o) {
+                *out = v * inv;
+            }
+        }
+    }
+}
+
+/// One row of [`Core::soften`]: the first `visible` scores count, the others become zero.
+#[inline(always)]
+fn soften_row(p: &mut [f32], visible: usize, o: &mut [f32], state: &mut [f32]) {
+    let (p, hidden) = p.split_at_mut(visible);
+    hidden.fill(0.0);
+    if p.is_empty() {
+        return;
+    }
+    let old = state[0];
+    let tile_max = simd::math::max(p);
+    let max = if tile_max > old { tile_max } else { old };
+    for v in p.iter_mut() {
+        *v = simd::math::exp(*v - max);
+    }
+    let sum = simd::math::sum_by(
+        p,
+        #[inline(always)]
+        |acc, v| acc + v,
+    );
+    if max > old {
+        // Exactly zero for the first tile, whose old maximum is negative infinity.
+        let shrink = simd::math::exp(old - max);
+        state[0] = max;
+        state[1] *= shrink;
+        for v in o.iter_mut() {
+            *v *= shrink;
+        }
+    }
+    state[1] += sum;
+}
