@@ -1,0 +1,82 @@
+//! What producers and consumers use: publish a prefix into a node's pool, fetch one out of it.
+
+mod channels;
+mod config;
+mod fetch;
+mod lease;
+mod publish;
+
+use std::sync::Arc;
+
+use base::Deadline;
+
+pub use config::ClientConfig;
+pub use fetch::Fetched;
+pub use lease::Lease;
+pub use publish::{PublishRequest, Published};
+
+use crate::TransferError;
+use crate::engine::Engine;
+use channels::Channels;
+use lease::Releaser;
+
+/// A client of any number of transfer services. Clones share its UCX thread and connections.
+#[derive(Debug, Clone)]
+pub struct KvClient {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    config: ClientConfig,
+    channels: Channels,
+    releaser: Releaser,
+    engine: Engine,
+}
+
+impl KvClient {
+    /// Opens the transports. Needs a tokio runtime, on which leases are released.
+    ///
+    /// # Errors
+    /// [`TransferError::Invalid`] for a bad configuration, [`TransferError::Ucx`] when a transport
+    /// cannot be opened.
+    pub fn new(config: ClientConfig) -> Result<Self, TransferError> {
+        config.validate()?;
+        let engine = Engine::start(&config.engine)?;
+        let channels = Channels::default();
+        let releaser = Releaser::start(channels.clone());
+        Ok(Self {
+            inner: Arc::new(Inner {
+                config,
+                channels,
+                releaser,
+                engine,
+            }),
+        })
+    }
+
+    /// Ends a lease now and waits for the answer. Dropping a lease ends it too, in the background.
+    ///
+    /// # Errors
+    /// The service cannot be reached; the lease then ends by its time to live.
+    pub async fn release(&self, lease: Lease) -> Result<(), TransferError> {
+        let deadline = self.deadline();
+        lease::release(&self.inner.channels, lease.dismantle(), deadline).await
+    }
+
+    /// Prolongs a lease.
+    ///
+    /// # Errors
+    /// The lease is gone, or the service cannot be reached.
+    pub async fn renew(&self, lease: &Lease) -> Result<(), TransferError> {
+        let ttl = self.inner.config.ttl;
+        lease::renew(&self.inner.channels, lease, ttl, self.deadline()).await
+    }
+
+    /// Deadline of what starts now. It lies before the expiry of any lease taken from now on, so
+    /// that no operation is started on memory that is not ours any more.
+    fn deadline(&self) -> Deadline {
+        let config = &self.inner.config;
+        Deadline::after(&base::clock::SystemClock, config.deadline.min(config.ttl))
+    }
+}

@@ -1,0 +1,303 @@
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use base::Deadline;
+use rustix::event::{EventfdFlags, eventfd};
+use tokio::sync::oneshot;
+
+use super::config::EngineConfig;
+use super::thread;
+use crate::ucx::{Context, Payload, PoolMemory};
+use crate::{TransferError, limits};
+
+/// Where a region of a peer is, and the permission to reach it. Not `Debug`-printed: the key
+/// grants access to the peer's memory.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Remote {
+    /// Address of the peer's worker.
+    pub worker_address: Vec<u8>,
+    /// Packed key of the region.
+    pub key: Vec<u8>,
+    /// Address of the region's first byte at the peer.
+    pub address: u64,
+    /// Bytes in the region.
+    pub bytes: u64,
+}
+
+impl std::fmt::Debug for Remote {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Remote")
+            .field("bytes", &self.bytes)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Remote {
+    /// Checks sizes before anything is handed to UCX.
+    fn validate(&self, payload: usize) -> Result<(), TransferError> {
+        let bounded = |field, len: usize, max| {
+            let ok = (1..=max).contains(&len);
+            ok.then_some(()).ok_or_else(|| {
+                TransferError::invalid(field, format!("must hold 1 to {max} bytes, got {len}"))
+            })
+        };
+        bounded(
+            "worker_address",
+            self.worker_address.len(),
+            limits::MAX_WORKER_ADDRESS_BYTES,
+        )?;
+        bounded("rkey", self.key.len(), limits::MAX_REMOTE_KEY_BYTES)?;
+        if self.bytes < payload as u64 || self.address.checked_add(self.bytes).is_none() {
+            let message = format!("region holds {} bytes, the payload {payload}", self.bytes);
+            return Err(TransferError::invalid("region", message));
+        }
+        Ok(())
+    }
+}
+
+/// What a finished transfer tells.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Landed {
+    /// UCX transports of the connection as UCX names them, joined by commas.
+    pub transport: String,
+}
+
+pub(super) struct Command {
+    pub(super) remote: Remote,
+    pub(super) payload: Payload,
+    /// Parts of the payload to move, at the same offsets of the region.
+    pub(super) ranges: Vec<Range<usize>>,
+    pub(super) deadline: Deadline,
+    pub(super) reply: oneshot::Sender<Result<(Payload, Landed), TransferError>>,
+}
+
+/// What the thread and its handles share.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) stop: AtomicBool,
+    pub(super) wake: OwnedFd,
+}
+
+impl Shared {
+    /// Interrupts the sleep of the thread. The counter saturating is as good as a wake.
+    fn wake(&self) {
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+}
+
+/// Handle of the UCX thread. The thread stops with the last clone, which waits for it
+/// ([`limits::STOP_GRACE`] at most).
+#[derive(Debug, Clone)]
+pub struct Engine {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    commands: SyncSender<Command>,
+    shared: Arc<Shared>,
+    context: Arc<Context>,
+    worker_address: Vec<u8>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl std::fmt::Debug for Inner {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Engine").finish_non_exhaustive()
+    }
+}
+
+impl Engine {
+    /// Opens the transports and starts the thread.
+    ///
+    /// # Errors
+    /// [`TransferError::Invalid`] for a bad configuration, [`TransferError::Ucx`] when UCX cannot
+    /// open what it names.
+    pub fn start(config: &EngineConfig) -> Result<Self, TransferError> {
+        let context = Arc::new(Context::open(&config.settings()?)?);
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|error| io("create an event descriptor", error.into()))?;
+        let shared = Arc::new(Shared {
+            stop: AtomicBool::new(false),
+            wake,
+        });
+        let (commands, queue) = sync_channel(limits::MAX_QUEUED_TRANSFERS);
+        let (ready, started) = sync_channel(1);
+        let body = {
+            let (context, shared) = (Arc::clone(&context), Arc::clone(&shared));
+            move || thread::run(&context, &shared, &queue, &ready)
+        };
+        let thread = std::thread::Builder::new()
+            .name("kv-ucx".into())
+            .spawn(body)
+            .map_err(|error| io("start the ucx thread", error))?;
+        let worker_address = wait_for(&started)?;
+        let thread = Mutex::new(Some(thread));
+        Ok(Self {
+            inner: Arc::new(Inner {
+                commands,
+                shared,
+                context,
+                worker_address,
+                thread,
+            }),
+        })
+    }
+
+    /// Address that peers connect to. It opens the way into this process's regions and is never
+    /// logged.
+    #[must_use]
+    pub fn worker_address(&self) -> &[u8] {
+        &self.inner.worker_address
+    }
+
+    /// Allocates a region that peers can reach.
+    ///
+    /// # Errors
+    /// [`TransferError::Invalid`] naming `pool_bytes` when the system has not enough memory.
+    pub fn allocate(&self, bytes: usize) -> Result<PoolMemory, TransferError> {
+        PoolMemory::allocate(&self.inner.context, bytes).map_err(|error| {
+            if error.is_out_of_memory() {
+                let message = format!("the system cannot give {bytes} bytes of shared memory");
+                TransferError::invalid("pool_bytes", message)
+            } else {
+                error.into()
+            }
+        })
+    }
+
+    /// Describes `[offset, offset + bytes)` of `memory` to peers.
+    ///
+    /// # Errors
+    /// [`TransferError::Ucx`] when UCX cannot pack a key.
+    pub fn export(
+        &self,
+        memory: &PoolMemory,
+        offset: u64,
+        bytes: u64,
+    ) -> Result<Remote, TransferError> {
+        Ok(Remote {
+            worker_address: self.inner.worker_address.clone(),
+            key: memory.remote_key()?,
+            address: memory.address() + offset,
+            bytes,
+        })
+    }
+
+    /// Writes all of `payload` to the start of `remote`. When this returns, the bytes are there.
+    ///
+    /// Dropping the future stops the transfer; the payload lives on until UCX is done with it.
+    ///
+    /// # Errors
+    /// [`TransferError::Deadline`], [`TransferError::PeerLost`], [`TransferError::TooMany`] when
+    /// the queue is full, [`TransferError::Stopped`].
+    pub async fn put(
+        &self,
+        remote: &Remote,
+        payload: Arc<Vec<u8>>,
+        deadline: Deadline,
+    ) -> Result<Landed, TransferError> {
+        let whole = 0..payload.len();
+        let payload = Payload::Source(payload);
+        let (_, landed) = self
+            .transfer(remote, payload, vec![whole], deadline)
+            .await?;
+        Ok(landed)
+    }
+
+    /// Reads `ranges` of `remote` into the same offsets of `buffer`, and gives the buffer back.
+    ///
+    /// Dropping the future stops the transfer; the buffer lives on until UCX is done with it.
+    ///
+    /// # Errors
+    /// As [`Self::put`]; the buffer is lost then.
+    pub async fn get(
+        &self,
+        remote: &Remote,
+        buffer: Vec<u8>,
+        ranges: Vec<Range<usize>>,
+        deadline: Deadline,
+    ) -> Result<(Vec<u8>, Landed), TransferError> {
+        let payload = Payload::Target(buffer);
+        match self.transfer(remote, payload, ranges, deadline).await? {
+            (Payload::Target(buffer), landed) => Ok((buffer, landed)),
+            (Payload::Source(_), _) => Err(TransferError::Stopped),
+        }
+    }
+
+    async fn transfer(
+        &self,
+        remote: &Remote,
+        payload: Payload,
+        ranges: Vec<Range<usize>>,
+        deadline: Deadline,
+    ) -> Result<(Payload, Landed), TransferError> {
+        remote.validate(payload.len())?;
+        if payload.len() == 0
+            || ranges
+                .iter()
+                .any(|r| r.start >= r.end || r.end > payload.len())
+        {
+            return Err(TransferError::invalid(
+                "ranges",
+                "must be non-empty parts of the payload",
+            ));
+        }
+        let (reply, answer) = oneshot::channel();
+        let remote = remote.clone();
+        let command = Command {
+            remote,
+            payload,
+            ranges,
+            deadline,
+            reply,
+        };
+        self.inner
+            .commands
+            .try_send(command)
+            .map_err(|error| match error {
+                TrySendError::Full(_) => TransferError::TooMany {
+                    what: "queued transfers",
+                    limit: limits::MAX_QUEUED_TRANSFERS,
+                },
+                TrySendError::Disconnected(_) => TransferError::Stopped,
+            })?;
+        self.inner.shared.wake();
+        // The thread watches the deadline; this one is for a thread that hangs inside UCX.
+        let outer = Deadline::at(deadline.instant() + limits::DRAIN_GRACE);
+        outer
+            .bound("the ucx thread", answer)
+            .await
+            .map_err(|_| TransferError::Deadline {
+                what: "waiting for the ucx thread",
+            })?
+            .map_err(|_| TransferError::Stopped)?
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        self.shared.wake();
+        let thread = self
+            .thread
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        if let Some(thread) = thread {
+            // A panic of the thread was reported when it happened.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn wait_for(started: &Receiver<Result<Vec<u8>, TransferError>>) -> Result<Vec<u8>, TransferError> {
+    started.recv().map_err(|_| TransferError::Stopped)?
+}
+
+fn io(what: &'static str, source: std::io::Error) -> TransferError {
+    TransferError::Io { what, source }
+}

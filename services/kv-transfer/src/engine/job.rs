@@ -1,0 +1,203 @@
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::rc::Rc;
+use std::time::Instant;
+
+use tokio::sync::oneshot;
+
+use super::handle::{Command, Landed};
+use crate::ucx::{Endpoint, Payload, RemoteKey, Transfer, UcxError};
+use crate::{TransferError, limits};
+
+/// A transfer under way.
+#[derive(Debug)]
+pub(super) struct Job {
+    transfer: Transfer,
+    /// Address of the payload's first byte at the peer.
+    remote: u64,
+    pieces: VecDeque<Range<usize>>,
+    flush: Flush,
+    deadline: Instant,
+    /// Taken when the caller has its answer; from then on the job only drains.
+    reply: Option<oneshot::Sender<Result<(Payload, Landed), TransferError>>>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Flush {
+    /// Reads are complete when their operations are.
+    NotNeeded,
+    /// Writes must be confirmed by the peer.
+    Due,
+    Posted,
+}
+
+/// What a turn of a job came to.
+#[derive(Debug)]
+pub(super) enum Turn {
+    /// Nothing happened.
+    Idle,
+    /// Something moved.
+    Moved,
+    /// The connection is unusable: cut it.
+    Broken(Rc<Endpoint>),
+    /// The job can go: every operation of it has ended.
+    Over,
+}
+
+impl Job {
+    pub(super) fn new(key: &Rc<RemoteKey>, command: Command) -> Option<Self> {
+        let Command {
+            remote,
+            payload,
+            ranges,
+            deadline,
+            reply,
+        } = command;
+        let flush = match &payload {
+            Payload::Source(_) => Flush::Due,
+            Payload::Target(_) => Flush::NotNeeded,
+        };
+        let pieces = ranges.into_iter().flat_map(split).collect();
+        match Transfer::new(key, payload) {
+            Ok(transfer) => Some(Self {
+                transfer,
+                remote: remote.address,
+                pieces,
+                flush,
+                deadline: deadline.instant(),
+                reply: Some(reply),
+            }),
+            Err(error) => {
+                let _ = reply.send(Err(error.into()));
+                None
+            }
+        }
+    }
+
+    /// When this job wants to be looked at again, whatever else happens.
+    pub(super) fn next_look(&self) -> Instant {
+        match self.reply {
+            Some(_) => self.deadline,
+            None => self.deadline + limits::DRAIN_GRACE,
+        }
+    }
+
+    /// One turn: reap, then start what fits.
+    pub(super) fn turn(&mut self, now: Instant) -> Turn {
+        let before = self.transfer.outstanding();
+        let moved = match self.advance(now) {
+            Ok(moved) => moved,
+            Err(error) => {
+                self.answer(Err(TransferError::PeerLost(error)));
+                return Turn::Broken(Rc::clone(self.transfer.key().endpoint()));
+            }
+        };
+        if self.reply.is_none() {
+            return self.drain(now, before);
+        }
+        if moved { Turn::Moved } else { Turn::Idle }
+    }
+
+    /// Answers the caller, who may be gone.
+    pub(super) fn answer(&mut self, result: Result<(Payload, Landed), TransferError>) {
+        self.pieces.clear();
+        if let Some(reply) = self.reply.take() {
+            let _ = reply.send(result);
+        }
+    }
+
+    /// True when UCX is done with the memory of this job.
+    pub(super) fn is_over(&self) -> bool {
+        self.reply.is_none() && self.transfer.outstanding() == 0
+    }
+
+    fn advance(&mut self, now: Instant) -> Result<bool, UcxError> {
+        let mut moved = self.transfer.reap()? > 0;
+        let Some(reply) = &self.reply else {
+            return Ok(moved);
+        };
+        if reply.is_closed() {
+            self.answer(Err(TransferError::Stopped));
+        } else if now >= self.deadline {
+            self.answer(Err(TransferError::Deadline {
+                what: "moving the payload",
+            }));
+        } else {
+            moved |= self.start_pieces()?;
+            if self.pieces.is_empty() && self.transfer.outstanding() == 0 {
+                moved = true;
+                self.finish()?;
+            }
+        }
+        Ok(moved)
+    }
+
+    /// Starts pieces until the window is full. Copies over shared memory end within the call, so
+    /// their number is bounded too: other jobs and the deadline get their turn.
+    fn start_pieces(&mut self) -> Result<bool, UcxError> {
+        let mut started = 0;
+        while started < limits::PIECES_IN_FLIGHT
+            && self.transfer.outstanding() < limits::PIECES_IN_FLIGHT
+            && let Some(piece) = self.pieces.pop_front()
+        {
+            let remote = self.remote + piece.start as u64;
+            self.transfer.post(piece, remote)?;
+            started += 1;
+        }
+        Ok(started > 0)
+    }
+
+    fn finish(&mut self) -> Result<(), UcxError> {
+        if self.flush == Flush::Due {
+            self.flush = Flush::Posted;
+            self.transfer.post_flush()?;
+            if self.transfer.outstanding() > 0 {
+                return Ok(());
+            }
+        }
+        let transport = self.transfer.key().endpoint().transports()?.join(",");
+        let payload = self.transfer.take_payload();
+        let result = payload.map(|payload| (payload, Landed { transport }));
+        self.answer(result.ok_or(TransferError::Stopped));
+        Ok(())
+    }
+
+    fn drain(&self, now: Instant, before: usize) -> Turn {
+        if self.transfer.outstanding() == 0 {
+            Turn::Over
+        } else if now >= self.next_look() {
+            Turn::Broken(Rc::clone(self.transfer.key().endpoint()))
+        } else if self.transfer.outstanding() < before {
+            Turn::Moved
+        } else {
+            Turn::Idle
+        }
+    }
+}
+
+/// Cuts a range into pieces.
+fn split(range: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let end = range.end;
+    range
+        .step_by(limits::PIECE_BYTES)
+        .map(move |start| start..end.min(start.saturating_add(limits::PIECE_BYTES)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn pieces_tile_their_range(start in 0usize..100_000_000, len in 1usize..100_000_000) {
+            let mut next = start;
+            for piece in split(start..start + len) {
+                prop_assert_eq!(piece.start, next);
+                prop_assert!(!piece.is_empty() && piece.len() <= limits::PIECE_BYTES);
+                next = piece.end;
+            }
+            prop_assert_eq!(next, start + len);
+        }
+    }
+}

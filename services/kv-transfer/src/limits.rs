@@ -1,0 +1,82 @@
+//! Named bounds of the data plane and of the leases.
+use std::time::Duration;
+
+/// Transfers that may wait for the UCX thread of one process.
+pub const MAX_QUEUED_TRANSFERS: usize = 256;
+/// Transfers that the UCX thread works on at once; the rest wait in the queue.
+pub const MAX_ACTIVE_TRANSFERS: usize = 32;
+/// Bytes of one one-sided operation: long enough to run at full speed, short enough that a
+/// deadline is looked at often.
+pub const PIECE_BYTES: usize = 4 << 20;
+/// Operations of one transfer in flight at once.
+pub const PIECES_IN_FLIGHT: usize = 4;
+/// Peers that one process stays connected to; the longest unused one gives way.
+pub const MAX_PEERS: usize = 64;
+/// Regions of one peer whose keys stay unpacked.
+pub const MAX_KEYS_PER_PEER: usize = 16;
+/// Longest worker address that is accepted, in bytes.
+pub const MAX_WORKER_ADDRESS_BYTES: usize = 4096;
+/// Longest remote key that is accepted, in bytes.
+pub const MAX_REMOTE_KEY_BYTES: usize = 4096;
+/// Idle turns before the UCX thread sleeps on its descriptors.
+pub const SPIN_TURNS: usize = 64;
+/// Longest sleep of the UCX thread while operations run.
+pub const BUSY_SLEEP: Duration = Duration::from_millis(20);
+/// Longest sleep of an idle UCX thread.
+pub const IDLE_SLEEP: Duration = Duration::from_secs(1);
+/// How long operations may run on after their deadline before their connection is cut.
+pub const DRAIN_GRACE: Duration = Duration::from_secs(1);
+/// How long a stopping UCX thread waits for operations to end.
+pub const STOP_GRACE: Duration = Duration::from_secs(2);
+
+/// Smallest pool, in bytes.
+pub const MIN_POOL_BYTES: u64 = 1 << 16;
+/// Largest pool, in bytes (4 TiB).
+pub const MAX_POOL_BYTES: u64 = 1 << 42;
+/// Slots start at multiples of this many bytes.
+pub const SLOT_ALIGN: u64 = 4096;
+/// Slots that live at once.
+pub const MAX_SLOTS: usize = 4096;
+/// Leases on one slot.
+pub const MAX_LEASES_PER_SLOT: usize = 64;
+/// Shortest lease.
+pub const MIN_TTL: Duration = Duration::from_millis(50);
+/// Longest lease.
+pub const MAX_TTL: Duration = Duration::from_secs(3600);
+/// Lease of a caller that names none.
+pub const DEFAULT_TTL: Duration = Duration::from_secs(60);
+/// How often expired leases are looked for.
+pub const REAP_INTERVAL: Duration = Duration::from_millis(100);
+/// How long the memory of an expired slot rests before it is given out again.
+///
+/// A client stops posting at its deadline, which lies before the expiry of its lease, and cuts the
+/// connection [`DRAIN_GRACE`] later; the rest is slack for a late thread.
+pub const QUARANTINE: Duration = Duration::from_secs(5);
+/// How long a clean stop waits for transfers under way.
+pub const FINISH_GRACE: Duration = Duration::from_secs(5);
+/// Shortest quarantine that a configuration may ask for.
+pub const MIN_QUARANTINE: Duration = Duration::from_millis(1500);
+/// Hint to a caller whom a full pool turned away, when no lease says better.
+pub const RETRY_AFTER: Duration = Duration::from_millis(500);
+/// Bytes that one checksum covers by default.
+pub const DEFAULT_CHUNK_BYTES: usize = 4 << 20;
+/// Bytes that a seal checks at a time.
+pub const VERIFY_BLOCK_BYTES: usize = 1 << 18;
+
+/// Deadline of a publication or a fetch that names none.
+pub const DEFAULT_TRANSFER_DEADLINE: Duration = Duration::from_secs(30);
+/// Longest deadline of a publication or a fetch.
+pub const MAX_TRANSFER_DEADLINE: Duration = Duration::from_secs(600);
+/// Reads of a damaged chunk, the first one included.
+pub const MAX_CHUNK_READS: usize = 3;
+/// Largest payload that a client makes room for by default, in bytes.
+pub const DEFAULT_MAX_PAYLOAD_BYTES: u64 = 16 << 30;
+/// Connections to transfer services that a client keeps.
+pub const MAX_CHANNELS: usize = 64;
+/// Releases that may wait to be sent; past it a lease ends by its time to live.
+pub const MAX_PENDING_RELEASES: usize = 1024;
+
+const _: () = assert!(
+    MIN_QUARANTINE.as_millis() > DRAIN_GRACE.as_millis(),
+    "memory must rest until late operations are cut"
+);

@@ -1,0 +1,105 @@
+use std::collections::BTreeMap;
+
+use crate::limits::SLOT_ALIGN;
+
+/// First-fit allocator over `[0, capacity)` in units of [`SLOT_ALIGN`].
+#[derive(Debug)]
+pub(super) struct FreeList {
+    capacity: u64,
+    /// Length of each free range by its start; neighbours are always merged.
+    free: BTreeMap<u64, u64>,
+}
+
+/// An allocated range.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Extent {
+    pub(super) start: u64,
+    pub(super) len: u64,
+}
+
+impl Extent {
+    fn end(self) -> u64 {
+        self.start + self.len
+    }
+}
+
+impl FreeList {
+    /// An empty pool; what is over of the last unit stays unused.
+    pub(super) fn new(bytes: u64) -> Self {
+        let capacity = bytes / SLOT_ALIGN * SLOT_ALIGN;
+        let free = (capacity > 0)
+            .then_some((0, capacity))
+            .into_iter()
+            .collect();
+        Self { capacity, free }
+    }
+
+    pub(super) fn capacity(&self) -> u64 {
+        self.capacity
+    }
+
+    pub(super) fn used(&self) -> u64 {
+        self.capacity - self.free.values().sum::<u64>()
+    }
+
+    /// Takes the first range that holds `bytes` bytes. `None` when there is none.
+    pub(super) fn take(&mut self, bytes: u64) -> Option<Extent> {
+        let len = bytes.checked_next_multiple_of(SLOT_ALIGN)?;
+        let (&start, &room) = self.free.iter().find(|&(_, &room)| room >= len)?;
+        self.free.remove(&start);
+        if room > len {
+            self.free.insert(start + len, room - len);
+        }
+        Some(Extent { start, len })
+    }
+
+    /// Gives a range back that [`Self::take`] gave out.
+    pub(super) fn give(&mut self, extent: Extent) {
+        let (mut start, mut end) = (extent.start, extent.end());
+        if let Some((&before, &len)) = self.free.range(..start).next_back()
+            && before + len == start
+        {
+            self.free.remove(&before);
+            start = before;
+        }
+        if let Some(len) = self.free.remove(&end) {
+            end += len;
+        }
+        self.free.insert(start, end - start);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Live ranges never overlap nor leave the pool, and a pool given back is whole again.
+        #[test]
+        fn extents_never_overlap_and_the_pool_heals(
+            steps in prop::collection::vec((any::<bool>(), 1u64..40_000, any::<prop::sample::Index>()), 1..200),
+        ) {
+            let mut pool = FreeList::new(64 * SLOT_ALIGN + 17);
+            let mut live: Vec<Extent> = vec![];
+            for (take, bytes, pick) in steps {
+                if take {
+                    if let Some(extent) = pool.take(bytes) {
+                        prop_assert!(extent.len >= bytes && extent.end() <= pool.capacity());
+                        prop_assert!(live.iter().all(|l| l.end() <= extent.start || extent.end() <= l.start));
+                        live.push(extent);
+                    }
+                } else if !live.is_empty() {
+                    pool.give(live.swap_remove(pick.index(live.len())));
+                }
+                prop_assert_eq!(pool.used(), live.iter().map(|l| l.len).sum::<u64>());
+            }
+            for extent in live.drain(..) {
+                pool.give(extent);
+            }
+            prop_assert_eq!(pool.used(), 0);
+            let whole = Extent { start: 0, len: pool.capacity() };
+            prop_assert_eq!(pool.take(pool.capacity()), Some(whole));
+        }
+    }
+}
