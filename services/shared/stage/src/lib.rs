@@ -1,1 +1,14 @@
-//! placeholder
+//! What ar-stage and dit-worker share: the thread that computes, loading, registration, the load
+//! report, drain and the server around them. It knows no prompt and no pixel.
+#![forbid(unsafe_code)]
+
+pub mod engine;
+mod error;
+mod gate;
+pub mod host;
+pub mod info;
+
+pub use engine::Engine;
+pub use gate::Gate;
+pub use host::{HostConfig, Stage};
+pub use error::{StageError, model_code};
