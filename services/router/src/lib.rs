@@ -1,1 +1,28 @@
-//! placeholder
+//! The router: the one process that clients and operators talk to. It checks requests, admits them
+//! within bounds, places them on stages and streams what the stages answer. It never sees a tensor,
+//! a token or a weight.
+//!
+//! Pure parts: [`validate`], [`sizes`], [`admission`], [`placement`]. The walk of one request is
+//! [`dispatch`].
+#![forbid(unsafe_code)]
+
+mod admin;
+pub mod admission;
+mod dispatch;
+mod error;
+mod front;
+mod gate;
+mod jobs;
+mod members;
+pub mod placement;
+mod server;
+pub mod sizes;
+pub mod validate;
+
+pub use crate::{
+    error::RouterError,
+    server::{Bound, RouterConfig, run},
+};
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,72 @@
+//! `AdminService`: what operators ask.
+use base::{BuildInfo, Code, Failure, limits::MAX_REQUEST_BYTES};
+use proto::{
+    status::status,
+    v1::{
+        DrainRequest, DrainResponse, GetVersionRequest, GetVersionResponse, ListMembersRequest,
+        ListMembersResponse,
+        admin_service_server::{AdminService, AdminServiceServer},
+    },
+};
+use registry::{Embedded, Snapshots};
+use tonic::{Request, Response, Status};
+
+/// The service.
+#[derive(Debug)]
+pub(crate) struct Admin {
+    pub(crate) build: BuildInfo,
+    pub(crate) snapshots: Snapshots,
+    /// Drains go through the registry that this process owns.
+    pub(crate) embedded: Option<Embedded>,
+}
+
+/// Ready to be added to routes.
+pub(crate) fn server(admin: Admin) -> AdminServiceServer<Admin> {
+    AdminServiceServer::new(admin).max_decoding_message_size(MAX_REQUEST_BYTES)
+}
+
+#[tonic::async_trait]
+impl AdminService for Admin {
+    async fn get_version(
+        &self,
+        _request: Request<GetVersionRequest>,
+    ) -> Result<Response<GetVersionResponse>, Status> {
+        let BuildInfo {
+            version,
+            git_sha,
+            profile,
+        } = self.build.clone();
+        Ok(Response::new(GetVersionResponse {
+            version,
+            git_sha,
+            profile,
+        }))
+    }
+
+    async fn list_members(
+        &self,
+        _request: Request<ListMembersRequest>,
+    ) -> Result<Response<ListMembersResponse>, Status> {
+        let snapshot = self.snapshots.current();
+        let members = snapshot.members.values().cloned().collect();
+        Ok(Response::new(ListMembersResponse {
+            members,
+            epoch: snapshot.epoch,
+        }))
+    }
+
+    async fn drain(
+        &self,
+        request: Request<DrainRequest>,
+    ) -> Result<Response<DrainResponse>, Status> {
+        let member_id = request.into_inner().member_id;
+        let Some(embedded) = &self.embedded else {
+            let message = "this router does not own the registry: drain at the one that does";
+            return Err(status(&Failure::new(Code::Unimplemented, message)));
+        };
+        let drained = embedded.drain(&member_id);
+        tracing::info!(%member_id, ok = drained.is_ok(), "drain asked for");
+        drained.map_err(|error| status(&error))?;
+        Ok(Response::new(DrainResponse {}))
+    }
+}

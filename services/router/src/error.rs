@@ -1,0 +1,119 @@
+//! What the router answers when it does not answer an image.
+use std::time::Duration;
+
+use base::{Code, Failure, Fault};
+
+/// Error of every part of the router.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum RouterError {
+    /// A field of the request is out of bounds.
+    #[error("{field} {reason}")]
+    Invalid {
+        /// Wire name of the field.
+        field: &'static str,
+        /// What it must be.
+        reason: String,
+    },
+    /// The named model is not served.
+    #[error("model {0:?} is not served here")]
+    NoModel(String),
+    /// No member of this role can take the request.
+    #[error("no {role} is ready")]
+    NoStage {
+        /// "ar-stage" or "dit-worker".
+        role: &'static str,
+    },
+    /// The queue is full.
+    #[error("{waiting} requests are waiting already, retry in {retry_after:?}")]
+    Full {
+        /// Requests in the queue.
+        waiting: usize,
+        /// Computed from the work ahead.
+        retry_after: Duration,
+    },
+    /// A request with this id is running.
+    #[error("request {0:?} is running already")]
+    Duplicate(String),
+    /// No such request, or it is long forgotten.
+    #[error("no request {0:?} is known here")]
+    NoRequest(String),
+    /// The caller, or somebody else through Cancel, gave up.
+    #[error("the request was cancelled")]
+    Cancelled,
+    /// The deadline passed.
+    #[error("the deadline of {0:?} passed before the image was done")]
+    DeadlineExceeded(Duration),
+    /// The router is going down.
+    #[error("this router is shutting down")]
+    ShuttingDown,
+    /// A stage refused or failed; its own words.
+    #[error("{0}")]
+    Stage(Failure),
+    /// A stage broke the protocol between us.
+    #[error("{stage} {reason}")]
+    Protocol {
+        /// Which stage.
+        stage: &'static str,
+        /// What it did.
+        reason: String,
+    },
+    /// The router cannot start or go on.
+    #[error("{0}")]
+    Server(Failure),
+}
+
+impl Fault for RouterError {
+    fn code(&self) -> Code {
+        match self {
+            Self::Invalid { .. } => Code::InvalidArgument,
+            Self::NoModel(_) | Self::NoRequest(_) => Code::NotFound,
+            Self::NoStage { .. } | Self::ShuttingDown => Code::Unavailable,
+            Self::Full { .. } => Code::ResourceExhausted,
+            Self::Duplicate(_) => Code::AlreadyExists,
+            Self::Cancelled => Code::Cancelled,
+            Self::DeadlineExceeded(_) => Code::DeadlineExceeded,
+            Self::Protocol { .. } => Code::Internal,
+            Self::Stage(failure) | Self::Server(failure) => failure.code,
+        }
+    }
+
+    fn field(&self) -> Option<&str> {
+        match self {
+            Self::Invalid { field, .. } => Some(field),
+            Self::NoModel(_) => Some("model"),
+            Self::Duplicate(_) | Self::NoRequest(_) => Some("request_id"),
+            Self::Stage(failure) | Self::Server(failure) => failure.field.as_deref(),
+            _ => None,
+        }
+    }
+
+    fn retry_after(&self) -> Option<Duration> {
+        match self {
+            Self::Full { retry_after, .. } => Some(*retry_after),
+            Self::Stage(failure) => failure.retry_after,
+            _ => None,
+        }
+    }
+}
+
+impl RouterError {
+    /// A field out of bounds.
+    pub fn invalid(field: &'static str, reason: impl Into<String>) -> Self {
+        Self::Invalid {
+            field,
+            reason: reason.into(),
+        }
+    }
+}
+
+impl From<Failure> for RouterError {
+    fn from(failure: Failure) -> Self {
+        Self::Server(failure)
+    }
+}
+
+impl From<registry::RegistryError> for RouterError {
+    fn from(error: registry::RegistryError) -> Self {
+        Self::Server(Failure::of(&error))
+    }
+}

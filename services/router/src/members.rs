@@ -1,0 +1,152 @@
+//! The stages as this router sees them: the snapshot, one channel per address, and what this router
+//! has under way at each.
+use std::{
+    collections::{HashMap, HashSet},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use proto::v1::ModelInfo;
+use registry::{Role, Snapshots};
+use tonic::transport::Channel;
+
+use crate::{
+    RouterError,
+    placement::{self, Wish, role_name},
+};
+
+/// How long a request may wait for the first member that can serve it.
+const STAGE_WAIT: Duration = Duration::from_secs(1);
+/// Channels to addresses that are gone are dropped above this many.
+const SPARE_CHANNELS: usize = 64;
+
+/// Who may be asked.
+#[derive(Debug)]
+pub(crate) struct Members {
+    pub(crate) snapshots: Snapshots,
+    channels: Mutex<HashMap<String, Channel>>,
+    under_way: Arc<Mutex<HashMap<String, u32>>>,
+    turn: AtomicU64,
+}
+
+/// A member chosen for one call. Dropping it ends what is under way there.
+#[derive(Debug)]
+pub(crate) struct Assignment {
+    pub(crate) member_id: String,
+    pub(crate) channel: Channel,
+    pub(crate) epoch: u64,
+    under_way: Arc<Mutex<HashMap<String, u32>>>,
+}
+
+impl Drop for Assignment {
+    fn drop(&mut self) {
+        let mut under_way = self
+            .under_way
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if let Some(count) = under_way.get_mut(&self.member_id) {
+            *count -= 1;
+            if *count == 0 {
+                under_way.remove(&self.member_id);
+            }
+        }
+    }
+}
+
+impl Members {
+    pub(crate) fn new(snapshots: Snapshots) -> Self {
+        Self {
+            snapshots,
+            channels: Mutex::default(),
+            under_way: Arc::default(),
+            turn: AtomicU64::new(0),
+        }
+    }
+
+    /// The model of this name (empty: the only one). Waits [`STAGE_WAIT`] at most for stages.
+    pub(crate) async fn model(&self, name: &str) -> Result<ModelInfo, RouterError> {
+        let any = |now: &registry::Snapshot| !placement::servable(now).is_empty();
+        let Some(snapshot) = self.snapshots.wait(STAGE_WAIT, any).await else {
+            let role = placement::missing_role(&self.snapshots.current());
+            return Err(RouterError::NoStage { role });
+        };
+        let models = placement::servable(&snapshot);
+        if name.is_empty() {
+            return match models.as_slice() {
+                [only] => Ok((*only).clone()),
+                several => {
+                    let names: Vec<_> = several.iter().map(|model| model.name.as_str()).collect();
+                    let reason = format!("must be one of {}", names.join(", "));
+                    Err(RouterError::invalid("model", reason))
+                }
+            };
+        }
+        let found = models.into_iter().find(|model| model.name == name);
+        found
+            .cloned()
+            .ok_or_else(|| RouterError::NoModel(name.to_owned()))
+    }
+
+    /// A member for a call, `wait` at most until there is one.
+    pub(crate) async fn assign(
+        &self,
+        role: Role,
+        weights_id: &str,
+        tried: &HashSet<String>,
+        wait: bool,
+    ) -> Result<Assignment, RouterError> {
+        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
+        let wish = Wish {
+            role,
+            weights_id,
+            tried,
+            turn,
+        };
+        let none = HashMap::new();
+        let some = |now: &registry::Snapshot| placement::pick(now, wish, &none).is_some();
+        let most = if wait { STAGE_WAIT } else { Duration::ZERO };
+        let missing = || RouterError::NoStage {
+            role: role_name(role),
+        };
+        let snapshot = self.snapshots.wait(most, some).await.ok_or_else(missing)?;
+
+        let mut under_way = self
+            .under_way
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let member = placement::pick(&snapshot, wish, &under_way).ok_or_else(missing)?;
+        let channel = self.channel(&member.endpoint, &snapshot)?;
+        *under_way.entry(member.id.clone()).or_default() += 1;
+        Ok(Assignment {
+            member_id: member.id.clone(),
+            channel,
+            epoch: snapshot.epoch,
+            under_way: self.under_way.clone(),
+        })
+    }
+
+    fn channel(
+        &self,
+        endpoint: &str,
+        snapshot: &registry::Snapshot,
+    ) -> Result<Channel, RouterError> {
+        let mut channels = self.channels.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(channel) = channels.get(endpoint) {
+            return Ok(channel.clone());
+        }
+        if channels.len() > snapshot.members.len() + SPARE_CHANNELS {
+            let alive: HashSet<_> = snapshot
+                .members
+                .values()
+                .map(|member| member.endpoint.as_str())
+                .collect();
+            channels.retain(|address, _| alive.contains(address.as_str()));
+        }
+        let channel = proto::channel::lazy(endpoint)?;
+        channels.insert(endpoint.to_owned(), channel.clone());
+        Ok(channel)
+    }
+}

@@ -1,0 +1,254 @@
+//! Which member takes a request. Pure: a snapshot and what this router has under way come in, a
+//! member comes out.
+use std::collections::{HashMap, HashSet};
+
+use proto::v1::ModelInfo;
+use registry::{Member, Role, Snapshot};
+
+/// What to look for.
+#[derive(Debug, Clone, Copy)]
+pub struct Wish<'a> {
+    /// Kind of stage.
+    pub role: Role,
+    /// Weights it must hold.
+    pub weights_id: &'a str,
+    /// Members that were tried already.
+    pub tried: &'a HashSet<String>,
+    /// Chooses among equals.
+    pub turn: u64,
+}
+
+/// The least loaded READY member that holds the weights. `under_way` is what this router has sent
+/// to each member and not seen end: reports lag behind it.
+pub fn pick<'a>(
+    snapshot: &'a Snapshot,
+    wish: Wish<'_>,
+    under_way: &HashMap<String, u32>,
+) -> Option<&'a Member> {
+    let candidates: Vec<(&Member, Share)> = snapshot
+        .ready(wish.role)
+        .filter(|member| weights_of(member) == Some(wish.weights_id))
+        .filter(|member| !wish.tried.contains(&member.id))
+        .map(|member| (member, Share::of(member, under_way)))
+        .collect();
+    let least = candidates.iter().map(|&(_, share)| share).min()?;
+    let equals: Vec<_> = candidates
+        .iter()
+        .filter(|&&(_, share)| share == least)
+        .collect();
+    let count = u64::try_from(equals.len()).ok()?;
+    let turn = usize::try_from(wish.turn % count).ok()?;
+    equals.get(turn).map(|&&(member, _)| member)
+}
+
+/// Models that can make an image now: some READY AR stage and some READY DiT worker hold the same
+/// weights. In the order of their names.
+pub fn servable(snapshot: &Snapshot) -> Vec<&ModelInfo> {
+    let denoised: HashSet<_> = snapshot
+        .ready(Role::DitWorker)
+        .filter_map(weights_of)
+        .collect();
+    let mut models: Vec<_> = snapshot
+        .ready(Role::ArStage)
+        .filter_map(|member| member.model.as_ref())
+        .filter(|model| denoised.contains(model.weights_id.as_str()))
+        .collect();
+    models.sort_by(|a, b| (&a.name, &a.weights_id).cmp(&(&b.name, &b.weights_id)));
+    models.dedup_by(|a, b| a.weights_id == b.weights_id);
+    models
+}
+
+/// The first role that keeps every model from being served.
+pub fn missing_role(snapshot: &Snapshot) -> &'static str {
+    if snapshot.ready(Role::ArStage).next().is_none() {
+        return role_name(Role::ArStage);
+    }
+    role_name(Role::DitWorker)
+}
+
+/// Name of a role in messages and metrics.
+pub fn role_name(role: Role) -> &'static str {
+    match role {
+        Role::Router => "router",
+        Role::ArStage => "ar-stage",
+        Role::KvTransfer => "kv-transfer",
+        Role::DitWorker => "dit-worker",
+        Role::Unspecified => "unspecified",
+    }
+}
+
+fn weights_of(member: &Member) -> Option<&str> {
+    member.model.as_ref().map(|model| model.weights_id.as_str())
+}
+
+/// Jobs over capacity, compared without division.
+#[derive(Debug, Clone, Copy)]
+struct Share {
+    jobs: u64,
+    capacity: u64,
+}
+
+impl Share {
+    fn of(member: &Member, under_way: &HashMap<String, u32>) -> Self {
+        let load = member.load.unwrap_or_default();
+        let reported = u64::from(load.running) + u64::from(load.queued);
+        let sent = under_way.get(&member.id).copied().unwrap_or_default();
+        Self {
+            jobs: reported.max(u64::from(sent)),
+            capacity: u64::from(load.capacity.max(1)),
+        }
+    }
+}
+
+impl Ord for Share {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        // Products of 33 and 32 bits.
+        let (left, right) = (
+            u128::from(self.jobs) * u128::from(other.capacity),
+            u128::from(other.jobs) * u128::from(self.capacity),
+        );
+        left.cmp(&right)
+    }
+}
+
+impl PartialOrd for Share {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Share {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other).is_eq()
+    }
+}
+
+impl Eq for Share {}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use registry::{Load, MemberState};
+
+    use super::*;
+
+    fn member(id: &str, role: Role, state: MemberState, weights: &str, running: u32) -> Member {
+        Member {
+            id: id.into(),
+            role: role.into(),
+            state: state.into(),
+            model: Some(ModelInfo {
+                name: format!("model-{weights}"),
+                weights_id: weights.into(),
+                ..ModelInfo::default()
+            }),
+            load: Some(Load {
+                running,
+                queued: 0,
+                capacity: 4,
+            }),
+            ..Member::default()
+        }
+    }
+
+    fn dit(id: &str, running: u32) -> Member {
+        member(id, Role::DitWorker, MemberState::Ready, "w", running)
+    }
+
+    fn wish(tried: &HashSet<String>, turn: u64) -> Wish<'_> {
+        Wish {
+            role: Role::DitWorker,
+            weights_id: "w",
+            tried,
+            turn,
+        }
+    }
+
+    #[test]
+    fn the_least_loaded_is_chosen_and_own_work_counts() {
+        let snapshot = Snapshot::new(1, vec![dit("a", 2), dit("b", 1), dit("c", 3)]);
+        let none = HashSet::new();
+        let chosen = pick(&snapshot, wish(&none, 0), &HashMap::new()).unwrap();
+        assert_eq!(chosen.id, "b");
+        let under_way = HashMap::from([("b".to_owned(), 4)]);
+        assert_eq!(pick(&snapshot, wish(&none, 0), &under_way).unwrap().id, "a");
+    }
+
+    #[test]
+    fn equals_take_turns() {
+        let snapshot = Snapshot::new(1, vec![dit("a", 1), dit("b", 1)]);
+        let none = HashSet::new();
+        let ids: Vec<_> = (0..4)
+            .map(|turn| {
+                pick(&snapshot, wish(&none, turn), &HashMap::new())
+                    .unwrap()
+                    .id
+                    .as_str()
+            })
+            .collect();
+        assert_eq!(ids, ["a", "b", "a", "b"]);
+    }
+
+    #[test]
+    fn a_member_that_was_tried_is_not_tried_again() {
+        let snapshot = Snapshot::new(1, vec![dit("a", 0), dit("b", 3)]);
+        let tried = HashSet::from(["a".to_owned()]);
+        assert_eq!(
+            pick(&snapshot, wish(&tried, 0), &HashMap::new())
+                .unwrap()
+                .id,
+            "b"
+        );
+        let both = HashSet::from(["a".to_owned(), "b".to_owned()]);
+        assert_eq!(pick(&snapshot, wish(&both, 0), &HashMap::new()), None);
+    }
+
+    #[test]
+    fn a_model_is_servable_only_with_both_stages_of_the_same_weights() {
+        let ar = |weights: &str, state| member(weights, Role::ArStage, state, weights, 0);
+        let mut members = vec![ar("w", MemberState::Ready), ar("v", MemberState::Ready)];
+        assert!(servable(&Snapshot::new(1, members.clone())).is_empty());
+        assert_eq!(
+            missing_role(&Snapshot::new(1, members.clone())),
+            "dit-worker"
+        );
+        members.push(dit("d", 0));
+        let snapshot = Snapshot::new(1, members);
+        let names: Vec<_> = servable(&snapshot)
+            .iter()
+            .map(|m| m.weights_id.as_str())
+            .collect();
+        assert_eq!(names, ["w"]);
+        assert_eq!(missing_role(&Snapshot::default()), "ar-stage");
+    }
+
+    prop_compose! {
+        fn any_member()(
+            id in "[a-f]", role in 1..5_i32, state in 1..4_i32, weights in "[vw]", running in 0..9_u32,
+        ) -> Member {
+            let mut made = member(&id, Role::ArStage, MemberState::Ready, &weights, running);
+            (made.role, made.state) = (role, state);
+            made
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn only_ready_members_of_the_same_weights_are_picked(
+            members in proptest::collection::vec(any_member(), 0..12),
+            tried in proptest::collection::hash_set("[a-f]", 0..3),
+            turn in any::<u64>(),
+        ) {
+            let snapshot = Snapshot::new(1, members);
+            let legal = |m: &&Member| {
+                m.role() == Role::DitWorker && m.state() == MemberState::Ready
+                    && weights_of(m) == Some("w") && !tried.contains(&m.id)
+            };
+            let chosen = pick(&snapshot, wish(&tried, turn), &HashMap::new());
+            let least = snapshot.members.values().filter(legal)
+                .map(|m| m.load.unwrap().running).min();
+            prop_assert_eq!(chosen.map(|m| m.load.unwrap().running), least);
+            prop_assert!(chosen.iter().all(legal));
+        }
+    }
+}

@@ -1,0 +1,279 @@
+//! A router as a server: bind everything, then serve until told to stop.
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+
+use base::{
+    BuildInfo, Code, Failure, MemberId, Shutdown, clock,
+    limits::SHUTDOWN_GRACE,
+    rng::Source,
+    task::{self, Tracker},
+};
+use proto::{names, server::Health};
+use registry::{
+    Backend, Embedded, JoinOptions, Member, MemberState, Membership, Registry, Role, Snapshots,
+};
+use telemetry::{Metrics, Readiness};
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+use tonic::service::RoutesBuilder;
+
+use crate::{
+    RouterError, admin,
+    admission::Limits,
+    front::{self, Context},
+    gate::Gate,
+    jobs::Jobs,
+    members::Members,
+    placement,
+};
+
+/// How long connections may take to close once the last request is answered.
+const CLOSE_GRACE: Duration = Duration::from_secs(2);
+
+/// Everything a router is told.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RouterConfig {
+    /// gRPC address to listen on, "HOST:PORT"; port 0 takes a free one.
+    pub listen: String,
+    /// Address others reach it at, "http://HOST:PORT"; `None`: where it listens.
+    pub advertise: Option<String>,
+    /// Address of probes and metrics; `None`: no such port.
+    pub admin_listen: Option<String>,
+    /// Where members are registered.
+    pub registry: Backend,
+    /// Bounds of admission.
+    pub limits: Limits,
+    /// How long running requests may take after a stop was asked for.
+    pub grace: Duration,
+    /// Lease of the router's own record.
+    pub join: JoinOptions,
+    /// Shown by GetVersion.
+    pub build: BuildInfo,
+}
+
+impl Default for RouterConfig {
+    fn default() -> Self {
+        Self {
+            listen: "127.0.0.1:7080".to_owned(),
+            advertise: None,
+            admin_listen: None,
+            registry: Backend::Embedded,
+            limits: Limits::default(),
+            grace: SHUTDOWN_GRACE,
+            join: JoinOptions::default(),
+            build: BuildInfo::default(),
+        }
+    }
+}
+
+/// Binds and serves.
+///
+/// # Errors
+/// An address that cannot be bound, a registry that cannot be used, a transport that breaks.
+pub async fn run(config: RouterConfig, shutdown: Shutdown) -> Result<(), RouterError> {
+    let bound = Bound::bind(config).await?;
+    Box::pin(bound.serve(shutdown)).await
+}
+
+/// A router whose ports are open but which does not answer yet.
+#[derive(Debug)]
+pub struct Bound {
+    config: RouterConfig,
+    listener: TcpListener,
+    admin_listener: Option<TcpListener>,
+    address: SocketAddr,
+    metrics: Metrics,
+}
+
+impl Bound {
+    /// Opens the ports.
+    ///
+    /// # Errors
+    /// An address that cannot be bound names its setting.
+    pub async fn bind(config: RouterConfig) -> Result<Self, RouterError> {
+        if let Some(advertise) = &config.advertise {
+            proto::channel::endpoint(advertise, "advertise")?;
+        }
+        let listener = proto::server::bind(&config.listen, "listen").await?;
+        let address = listener.local_addr().map_err(|error| io(&error))?;
+        let admin_listener = match &config.admin_listen {
+            Some(address) => Some(proto::server::bind(address, "admin_listen").await?),
+            None => None,
+        };
+        let metrics = Metrics::new(&config.build);
+        Ok(Self {
+            config,
+            listener,
+            admin_listener,
+            address,
+            metrics,
+        })
+    }
+
+    /// Where clients connect.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Where probes and metrics are, if anywhere.
+    pub fn admin_address(&self) -> Option<SocketAddr> {
+        self.admin_listener
+            .as_ref()
+            .and_then(|listener| listener.local_addr().ok())
+    }
+
+    /// Serves until `shutdown`, finishes what runs within the grace, and leaves.
+    ///
+    /// # Errors
+    /// The registry refuses this router; the transport breaks.
+    pub async fn serve(self, shutdown: Shutdown) -> Result<(), RouterError> {
+        let stop = CancellationToken::new();
+        let (registry, embedded): (Arc<dyn Registry>, _) = match &self.config.registry {
+            Backend::Embedded => {
+                let embedded = Embedded::start(clock::system());
+                (Arc::new(embedded.clone()), Some(embedded))
+            }
+            other => (registry::open(other)?, None),
+        };
+        let snapshots = Snapshots::follow(registry.clone());
+        let context = self.context(snapshots.clone());
+        let (routes, health) = routes(&self, &context, embedded, stop.clone()).await?;
+
+        let readiness = Readiness::default();
+        let probes = self.admin_listener.map(|listener| {
+            let admin = telemetry::Admin {
+                metrics: self.metrics,
+                readiness: readiness.clone(),
+            };
+            task::spawn(admin.serve(listener, stop.clone().cancelled_owned()))
+        });
+        let mut server = task::spawn(proto::server::serve(
+            self.listener,
+            routes,
+            stop.clone().cancelled_owned(),
+        ));
+        let watcher = task::spawn(follow_readiness(
+            snapshots,
+            health.clone(),
+            readiness.clone(),
+        ));
+        tracing::info!(address = %self.address, "router listening");
+
+        let member = member(&self.config, self.address);
+        let membership = Membership::join(registry, member, self.config.join).await?;
+        tokio::select! {
+            () = shutdown.requested() => {}
+            ended = &mut server => return flat(ended),
+        }
+
+        tracing::info!("router stopping");
+        drop(watcher);
+        readiness.set(false);
+        health.set_all(false).await;
+        context.closing.cancel();
+        finish(&context, self.config.grace, &shutdown).await;
+        if let Err(error) = membership.leave().await {
+            tracing::warn!(%error, "could not deregister");
+        }
+        stop.cancel();
+        let closed = tokio::time::timeout(CLOSE_GRACE, server).await;
+        drop(probes);
+        match closed {
+            Ok(ended) => flat(ended),
+            Err(_) => {
+                tracing::warn!(grace = ?CLOSE_GRACE, "connections still open, closing them");
+                Ok(())
+            }
+        }
+    }
+
+    fn context(&self, snapshots: Snapshots) -> Arc<Context> {
+        Arc::new(Context {
+            members: Members::new(snapshots),
+            gate: Gate::new(self.config.limits, self.metrics.clone()),
+            jobs: Jobs::default(),
+            metrics: self.metrics.clone(),
+            chance: Source::from_os(),
+            tasks: Tracker::new(),
+            closing: CancellationToken::new(),
+            kill: CancellationToken::new(),
+        })
+    }
+}
+
+async fn routes(
+    bound: &Bound,
+    context: &Arc<Context>,
+    embedded: Option<Embedded>,
+    stop: CancellationToken,
+) -> Result<(RoutesBuilder, Health), RouterError> {
+    let mut services = vec![names::IMAGE, names::ADMIN];
+    services.extend(embedded.as_ref().map(|_| names::REGISTRY));
+    let (mut routes, health) = proto::server::routes(&services).await?;
+    routes.add_service(front::server(context.clone()));
+    if let Some(embedded) = &embedded {
+        routes.add_service(registry::service::server(Arc::new(embedded.clone()), stop));
+        health.set(names::REGISTRY, true).await;
+    }
+    routes.add_service(admin::server(admin::Admin {
+        build: bound.config.build.clone(),
+        snapshots: context.members.snapshots.clone(),
+        embedded,
+    }));
+    health.set(names::ADMIN, true).await;
+    Ok((routes, health))
+}
+
+/// Ready means that some model can be served; administration works regardless.
+async fn follow_readiness(snapshots: Snapshots, health: Health, readiness: Readiness) {
+    let mut changes = snapshots.changes();
+    loop {
+        let ready = !placement::servable(&changes.borrow_and_update()).is_empty();
+        if ready != readiness.is_ready() {
+            tracing::info!(ready, "router readiness changed");
+        }
+        health.set(names::IMAGE, ready).await;
+        health.set("", ready).await;
+        readiness.set(ready);
+        if changes.changed().await.is_err() {
+            return;
+        }
+    }
+}
+
+/// Lets running requests end; what is left after the grace, or at a second signal, ends typed.
+async fn finish(context: &Context, grace: Duration, shutdown: &Shutdown) {
+    let ended = tokio::select! {
+        stopped = context.tasks.stop(grace) => stopped.is_ok(),
+        () = shutdown.forced() => false,
+    };
+    if !ended {
+        tracing::warn!(left = context.tasks.len(), "ending running requests");
+        context.kill.cancel();
+        // They only have to write their last word.
+        let _ = context.tasks.stop(CLOSE_GRACE).await;
+    }
+}
+
+fn member(config: &RouterConfig, address: SocketAddr) -> Member {
+    Member {
+        id: MemberId::generate().to_string(),
+        role: Role::Router.into(),
+        endpoint: config
+            .advertise
+            .clone()
+            .unwrap_or_else(|| format!("http://{address}")),
+        state: MemberState::Ready.into(),
+        ..Member::default()
+    }
+}
+
+fn flat(ended: Result<Result<(), Failure>, tokio::task::JoinError>) -> Result<(), RouterError> {
+    match ended {
+        Ok(result) => Ok(result?),
+        Err(error) => Err(Failure::new(Code::Internal, format!("server task: {error}")).into()),
+    }
+}
+
+fn io(error: &std::io::Error) -> RouterError {
+    Failure::new(Code::Internal, format!("listener: {error}")).into()
+}
