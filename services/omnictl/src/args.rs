@@ -105,7 +105,7 @@ pub(crate) struct GenerateArgs {
     /// Request id, for `omnictl get request` and safe retries. Default: a fresh one.
     #[arg(long)]
     pub(crate) request_id: Option<String>,
-    /// Give up after this many seconds. Default: the server's deadline.
+    /// Give up after this many seconds. Default: 600.
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) timeout: Option<u32>,
     /// File to write; it appears whole or not at all.

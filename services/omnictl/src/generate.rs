@@ -1,7 +1,10 @@
 //! `omnictl generate`: sends the request, follows its events, writes the picture.
 use std::{str::FromStr as _, time::Duration};
 
-use base::{Code, Failure, RequestId, limits::MAX_RESPONSE_BYTES};
+use base::{
+    Code, Failure, RequestId,
+    limits::{DEFAULT_REQUEST_DEADLINE, MAX_RESPONSE_BYTES},
+};
 use proto::v1::{
     Accepted, Done, GenerateRequest, GenerateResponse, Image, SizePolicy, Timings,
     generate_response::Event, image_service_client::ImageServiceClient,
@@ -13,6 +16,9 @@ use crate::{
     args::GenerateArgs, error::CliError, output::PendingFile, progress::Progress, requests,
     text::Console,
 };
+
+/// What the server gets past the deadline to say so itself.
+const ANSWER_SLACK: Duration = Duration::from_secs(2);
 
 /// Runs the command.
 pub(crate) async fn run(
@@ -36,6 +42,11 @@ pub(crate) async fn run(
     let outcome = tokio::select! {
         outcome = run.follow(client.clone(), &id) => outcome,
         _ = tokio::signal::ctrl_c() => Err(interrupted(&mut client, &id).await),
+        () = tokio::time::sleep(deadline(args) + ANSWER_SLACK) => {
+            // Whether or not the server hears it, this side stops waiting.
+            let _ = requests::send_cancel(&mut client, id.to_string()).await;
+            Err(Failure::new(Code::DeadlineExceeded, "no picture within the deadline").into())
+        }
     };
     run.progress.clear();
     outcome
@@ -72,10 +83,14 @@ fn request(args: &GenerateArgs, id: &RequestId) -> tonic::Request<GenerateReques
         system_prompt: args.system_prompt.clone(),
         n: 1,
     });
-    if let Some(seconds) = args.timeout {
-        request.set_timeout(Duration::from_secs(u64::from(seconds)));
-    }
+    request.set_timeout(deadline(args));
     request
+}
+
+fn deadline(args: &GenerateArgs) -> Duration {
+    args.timeout.map_or(DEFAULT_REQUEST_DEADLINE, |seconds| {
+        Duration::from_secs(u64::from(seconds))
+    })
 }
 
 /// One request in flight.
