@@ -22,6 +22,7 @@ pub mod prefill;
 pub mod prefix;
 pub mod preprocess;
 pub mod scheduler;
+mod random;
 mod source;
 pub mod text;
 pub mod tokenizer;
