@@ -1,1 +1,43 @@
-//! placeholder
+//! The AR stage: turns a prompt into the prefix KV of its rows and publishes it. It never sees a
+//! latent or a pixel.
+#![forbid(unsafe_code)]
+
+mod service;
+mod work;
+
+use std::{path::PathBuf, sync::Arc};
+
+use base::Shutdown;
+use kv_transfer::{ClientConfig, KvClient};
+use stage::{HostConfig, StageError, host};
+use telemetry::Metrics;
+
+pub use service::ArStage;
+
+/// What an AR stage does and within which bounds.
+#[derive(Debug, Clone)]
+pub struct ArStageConfig {
+    /// Checkpoint directory.
+    pub model: PathBuf,
+    /// KV-transfer service of this node, `http://HOST:PORT`.
+    pub kv_transfer: String,
+    /// Its client side.
+    pub client: ClientConfig,
+    /// Requests that may wait for the model.
+    pub max_queue: usize,
+}
+
+/// Runs an AR stage until `shutdown`, a drain or a failure.
+///
+/// # Errors
+/// The checkpoint does not load, the registry cannot be joined, the server breaks.
+pub async fn run(
+    config: ArStageConfig,
+    host: HostConfig,
+    metrics: Metrics,
+    shutdown: Shutdown,
+) -> Result<(), StageError> {
+    let client = KvClient::new(config.client.clone()).map_err(|error| StageError::of(&error))?;
+    let stage = ArStage::new(config, client, metrics.clone())?;
+    host::run(Arc::new(stage), host, metrics, shutdown).await
+}

@@ -1,1 +1,49 @@
-//! placeholder
+//! The denoising worker: fetches prefixes, runs packed denoising steps, decodes and encodes images.
+//! It never sees a prompt.
+#![forbid(unsafe_code)]
+
+pub mod batch;
+mod denoiser;
+mod fetch;
+mod order;
+mod picture;
+mod service;
+pub mod steps;
+
+use std::{path::PathBuf, sync::Arc};
+
+use base::Shutdown;
+use kv_transfer::{ClientConfig, KvClient};
+use stage::{HostConfig, StageError, host};
+use telemetry::Metrics;
+
+pub use batch::StepLimits;
+pub use service::DitWorker;
+
+/// What a DiT worker does and within which bounds.
+#[derive(Debug, Clone)]
+pub struct DitWorkerConfig {
+    /// Checkpoint directory.
+    pub model: PathBuf,
+    /// Client side of KV transfer.
+    pub client: ClientConfig,
+    /// Bounds of one packed step.
+    pub limits: StepLimits,
+    /// Requests inside the worker beyond those in the running step.
+    pub max_queue: usize,
+}
+
+/// Runs a DiT worker until `shutdown`, a drain or a failure.
+///
+/// # Errors
+/// The checkpoint does not load, the registry cannot be joined, the server breaks.
+pub async fn run(
+    config: DitWorkerConfig,
+    host: HostConfig,
+    metrics: Metrics,
+    shutdown: Shutdown,
+) -> Result<(), StageError> {
+    let client = KvClient::new(config.client.clone()).map_err(|error| StageError::of(&error))?;
+    let worker = DitWorker::new(config, client, metrics.clone())?;
+    host::run(Arc::new(worker), host, metrics, shutdown).await
+}

@@ -1,2 +1,134 @@
-//! placeholder
-fn main() {}
+//! The one server binary of Omni: every role, the command that runs all of them on one machine, and
+//! the benchmarks. What a role does is in the role's crate; here are only its settings and its life.
+#![forbid(unsafe_code)]
+
+mod announce;
+mod bench;
+mod cli;
+mod error;
+mod roles;
+mod settings;
+mod up;
+
+use std::{io::Write as _, path::Path, process::ExitCode, time::Duration};
+
+use base::{Shutdown, code::EXIT_FAILURE};
+use clap::ArgMatches;
+use telemetry::LogFormat;
+
+use crate::{
+    cli::Action,
+    error::OmniError,
+    settings::{ConfigFile, Role, Settings},
+};
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+/// How long a process whose parent has died may take to stop cleanly.
+const ORPHAN_GRACE: Duration = Duration::from_secs(45);
+
+fn main() -> ExitCode {
+    let action = match cli::parse(std::env::args_os()) {
+        Ok(action) => action,
+        Err(error) => {
+            // Help and version come this way too, with exit code 0.
+            let _ = error.print();
+            return u8::try_from(error.exit_code()).map_or(ExitCode::FAILURE, ExitCode::from);
+        }
+    };
+    match run(action) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            let _ = writeln!(std::io::stderr(), "omni: {error}");
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+fn run(action: Action) -> Result<(), OmniError> {
+    match action {
+        Action::Run {
+            role,
+            matches,
+            config,
+            exit_with_parent,
+        } => run_role(role, &matches, config.as_deref(), exit_with_parent),
+        Action::Show {
+            role,
+            matches,
+            config,
+        } => {
+            let file = ConfigFile::read(config.as_deref())?;
+            let settings = Settings::resolve(role, &matches, &file)?;
+            roles::check(role, &settings)?;
+            print(&settings.to_string())
+        }
+        Action::BenchDenoise(args) => print(&bench::denoise(&args)?),
+        Action::BenchAttention(args) => print(&bench::attention(&args)?),
+    }
+}
+
+fn print(text: &str) -> Result<(), OmniError> {
+    writeln!(std::io::stdout(), "{}", text.trim_end())
+        .map_err(|error| OmniError::io("write to standard output", error))
+}
+
+fn run_role(
+    role: Role,
+    matches: &ArgMatches,
+    file: Option<&Path>,
+    exit_with_parent: bool,
+) -> Result<(), OmniError> {
+    let settings = Settings::resolve(role, matches, &ConfigFile::read(file)?)?;
+    roles::check(role, &settings)?;
+    start_logs(&settings)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .map_err(|error| OmniError::io("start the runtime", error))?;
+    let done = runtime.block_on(async {
+        let (shutdown, _listener) = Shutdown::on_signals()
+            .map_err(|error| OmniError::io("listen for signals", error))?;
+        if exit_with_parent {
+            watch_parent(shutdown.clone())?;
+        }
+        Box::pin(roles::run(role, &settings, file, shutdown)).await
+    });
+    // Blocking work that is still running has lost its caller; it must not hold the process.
+    runtime.shutdown_background();
+    done
+}
+
+fn start_logs(settings: &Settings) -> Result<(), OmniError> {
+    let format = settings.one_of(
+        "log_format",
+        &[
+            ("auto", LogFormat::Auto),
+            ("text", LogFormat::Text),
+            ("json", LogFormat::Json),
+        ],
+    )?;
+    let level = settings.text("log_level")?.to_owned();
+    telemetry::init(&telemetry::LogConfig { level, format }).map_err(|error| OmniError::of(&error))
+}
+
+/// Standard input is a pipe that the parent holds open; when it closes, the parent is gone.
+fn watch_parent(shutdown: Shutdown) -> Result<(), OmniError> {
+    std::thread::Builder::new()
+        .name("parent-watch".to_owned())
+        .spawn(move || {
+            let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
+            shutdown.trigger();
+            std::thread::sleep(ORPHAN_GRACE);
+            end_now();
+        })
+        .map(drop)
+        .map_err(|error| OmniError::io("start thread parent-watch", error))
+}
+
+// A clean stop has failed and nobody is left to kill this process: one of the two mains decides.
+#[allow(clippy::disallowed_methods)]
+fn end_now() -> ! {
+    std::process::exit(EXIT_FAILURE.into())
+}

@@ -51,6 +51,9 @@ pub trait Stage: Send + Sync + 'static {
     /// Loads the model and runs one small forward pass, so that the first request meets a warm stage.
     async fn load(&self) -> Result<proto::v1::ModelInfo, StageError>;
 
+    /// Id of this process start.
+    fn member_id(&self) -> &MemberId;
+
     /// The stage's door.
     fn gate(&self) -> &Gate;
 
@@ -90,7 +93,7 @@ pub async fn run<S: Stage>(
     let loading = async {
         let info = stage.load().await?;
         let weights_id = info.weights_id.clone();
-        let member = member::<S>(advertise, pool, info);
+        let member = member(&*stage, advertise, pool, info);
         let registry = registry::open(&registry).map_err(|error| StageError::of(&error))?;
         let membership = Membership::join(registry, member, JoinOptions::default())
             .await
@@ -153,9 +156,14 @@ async fn start<S: Stage>(
     })
 }
 
-fn member<S: Stage>(endpoint: String, pool: String, model: proto::v1::ModelInfo) -> Member {
+fn member<S: Stage>(
+    stage: &S,
+    endpoint: String,
+    pool: String,
+    model: proto::v1::ModelInfo,
+) -> Member {
     Member {
-        id: MemberId::generate().to_string(),
+        id: stage.member_id().to_string(),
         role: S::ROLE.into(),
         pool,
         endpoint,

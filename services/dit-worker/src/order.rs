@@ -1,0 +1,162 @@
+//! A request whose fields are understood, and the prefixes it names.
+use base::{
+    Failure,
+    limits::{MAX_GUIDANCE, MAX_SEED, MAX_STEPS},
+};
+use model::ModelInfo;
+use proto::v1::{DenoiseRequest, PrefixHandle, PrefixRow, prefix_row::Kind};
+use stage::StageError;
+
+/// What to denoise.
+#[derive(Debug, Clone)]
+pub(crate) struct Order {
+    pub(crate) request_id: String,
+    pub(crate) height: usize,
+    pub(crate) width: usize,
+    pub(crate) steps: usize,
+    pub(crate) guidance: f64,
+    pub(crate) seed: u64,
+    pub(crate) cond: PrefixHandle,
+    pub(crate) uncond: Option<PrefixHandle>,
+}
+
+impl Order {
+    /// Reads and checks the request; nothing has been fetched yet.
+    pub(crate) fn new(request: DenoiseRequest, info: &ModelInfo) -> Result<Self, StageError> {
+        let (height, width) = (request.height as usize, request.width as usize);
+        let legal = |bucket: &model::Bucket| bucket.height == height && bucket.width == width;
+        if !info.buckets.iter().any(legal) {
+            return Err(invalid("size", format!("{width}x{height} is no size of this model")));
+        }
+        if !(1..=MAX_STEPS).contains(&request.steps) {
+            return Err(invalid("steps", format!("must be 1 to {MAX_STEPS}, got {}", request.steps)));
+        }
+        // NaN is in no range.
+        if !(0.0..=MAX_GUIDANCE).contains(&request.guidance) {
+            let got = request.guidance;
+            return Err(invalid("guidance", format!("must be 0 to {MAX_GUIDANCE}, got {got}")));
+        }
+        if request.seed > MAX_SEED {
+            return Err(invalid("seed", format!("must be 0 to {MAX_SEED}, got {}", request.seed)));
+        }
+        let (cond, uncond) = prefixes(request.rows)?;
+        Ok(Self {
+            request_id: request.request_id,
+            height,
+            width,
+            steps: request.steps as usize,
+            guidance: request.guidance,
+            seed: request.seed,
+            cond,
+            uncond,
+        })
+    }
+}
+
+/// One cond row, and at most one uncond row.
+fn prefixes(rows: Vec<PrefixRow>) -> Result<(PrefixHandle, Option<PrefixHandle>), StageError> {
+    let (mut cond, mut uncond) = (None, None);
+    for row in rows {
+        let place = match row.kind() {
+            Kind::Cond => &mut cond,
+            Kind::Uncond => &mut uncond,
+            Kind::Unspecified => return Err(invalid("rows", "one row has no kind".to_owned())),
+        };
+        let prefix = row
+            .prefix
+            .ok_or_else(|| invalid("rows", "one row has no prefix".to_owned()))?;
+        if place.replace(prefix).is_some() {
+            return Err(invalid("rows", "two rows have the same kind".to_owned()));
+        }
+    }
+    let cond = cond.ok_or_else(|| invalid("rows", "the cond row is missing".to_owned()))?;
+    Ok((cond, uncond))
+}
+
+fn invalid(field: &'static str, reason: String) -> StageError {
+    StageError::Other(Failure::invalid(field, format!("{field}: {reason}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use base::{Code, Fault as _};
+
+    use super::*;
+
+    fn row(kind: Kind) -> PrefixRow {
+        PrefixRow {
+            kind: kind.into(),
+            prefix: Some(PrefixHandle::default()),
+        }
+    }
+
+    fn info() -> ModelInfo {
+        ModelInfo {
+            name: "tiny".to_owned(),
+            weights_id: "w".to_owned(),
+            buckets: vec![model::Bucket {
+                ratio_index: 0,
+                height: 32,
+                width: 64,
+            }],
+            default_steps: 4,
+            default_guidance: 5.0,
+            cfg_distilled: false,
+            max_sequence_tokens: 100,
+            default_template: model::Template::Pretrain,
+            kv: kv::KvGeometry {
+                layers: 1,
+                kv_heads: 1,
+                head_dim: 2,
+                dtype: kv::KvDType::F32,
+            },
+            pixels_per_token: 16,
+        }
+    }
+
+    fn good() -> DenoiseRequest {
+        DenoiseRequest {
+            request_id: "r".to_owned(),
+            epoch: 1,
+            weights_id: "w".to_owned(),
+            rows: vec![row(Kind::Cond), row(Kind::Uncond)],
+            height: 32,
+            width: 64,
+            steps: 4,
+            guidance: 5.0,
+            seed: 7,
+        }
+    }
+
+    #[test]
+    fn a_good_request_is_read_whole() {
+        let order = Order::new(good(), &info()).unwrap();
+        assert_eq!((order.height, order.width, order.steps), (32, 64, 4));
+        assert!(order.uncond.is_some());
+    }
+
+    #[test]
+    fn each_bad_field_is_refused_by_name() {
+        type Spoil = fn(&mut DenoiseRequest);
+        let cases: [(&str, Spoil); 11] = [
+            ("size", |r| r.width = 32),
+            ("size", |r| r.height = 0),
+            ("steps", |r| r.steps = 0),
+            ("steps", |r| r.steps = 201),
+            ("guidance", |r| r.guidance = f64::NAN),
+            ("guidance", |r| r.guidance = -3.0),
+            ("guidance", |r| r.guidance = 1e9),
+            ("seed", |r| r.seed = 1 << 63),
+            ("rows", |r| r.rows.clear()),
+            ("rows", |r| r.rows.push(row(Kind::Cond))),
+            ("rows", |r| r.rows[0].prefix = None),
+        ];
+        for (field, spoil) in cases {
+            let mut request = good();
+            spoil(&mut request);
+            let error = Order::new(request, &info()).unwrap_err();
+            assert_eq!(error.code(), Code::InvalidArgument, "{field}");
+            assert_eq!(error.field(), Some(field), "{error}");
+        }
+    }
+}

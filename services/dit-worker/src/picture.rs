@@ -1,0 +1,74 @@
+//! From latents to a PNG, off the step loop.
+use base::{Code, Failure, clock};
+use model::{Latents, Model, RgbImage};
+use parallel::RankContext;
+use proto::v1::DenoiseImage;
+use stage::StageError;
+
+/// A finished picture and the time it took.
+#[derive(Debug)]
+pub(crate) struct Picture {
+    pub(crate) image: DenoiseImage,
+    pub(crate) decode_ms: f64,
+}
+
+/// Decodes and encodes.
+pub(crate) fn make(model: &Model, latents: &Latents) -> Result<Picture, StageError> {
+    let start = clock::now();
+    let image = model.decode(&RankContext::single(), latents)?;
+    let png = encode(&image)?;
+    Ok(Picture {
+        image: DenoiseImage {
+            width: side(image.width)?,
+            height: side(image.height)?,
+            png,
+        },
+        decode_ms: clock::millis_since(start),
+    })
+}
+
+fn side(pixels: usize) -> Result<u32, StageError> {
+    u32::try_from(pixels).map_err(|_| internal(format!("a side of {pixels} pixels")))
+}
+
+/// 8-bit RGB, no metadata: equal pixels give equal files.
+fn encode(image: &RgbImage) -> Result<Vec<u8>, StageError> {
+    let mut bytes = Vec::new();
+    let mut encoder = png::Encoder::new(&mut bytes, side(image.width)?, side(image.height)?);
+    encoder.set_color(png::ColorType::Rgb);
+    encoder.set_depth(png::BitDepth::Eight);
+    let mut writer = encoder.write_header().map_err(png_error)?;
+    writer.write_image_data(&image.data).map_err(png_error)?;
+    writer.finish().map_err(png_error)?;
+    Ok(bytes)
+}
+
+fn png_error(error: png::EncodingError) -> StageError {
+    internal(format!("png encoder: {error}"))
+}
+
+fn internal(message: String) -> StageError {
+    StageError::Other(Failure::new(Code::Internal, message))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_png_holds_exactly_the_pixels() {
+        let data: Vec<u8> = (0..2 * 3 * 3).map(|value| value * 13).collect();
+        let image = RgbImage {
+            width: 3,
+            height: 2,
+            data: data.clone(),
+        };
+        let bytes = encode(&image).unwrap();
+        let mut reader = png::Decoder::new(std::io::Cursor::new(bytes)).read_info().unwrap();
+        let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
+        let info = reader.next_frame(&mut pixels).unwrap();
+        assert_eq!((info.width, info.height), (3, 2));
+        assert_eq!((info.color_type, info.bit_depth), (png::ColorType::Rgb, png::BitDepth::Eight));
+        assert_eq!(pixels, data);
+    }
+}

@@ -1,0 +1,325 @@
+//! `DitWorkerService`: the door, the stream and the life of one request.
+use std::{
+    pin::Pin,
+    sync::{Arc, OnceLock},
+};
+
+use base::{Failure, Fault as _, MemberId, clock, limits::EVENT_QUEUE};
+use kv_transfer::KvClient;
+use model::{DenoiseJob, JobSpec, LoadOptions, Model, Parts};
+use proto::{
+    names,
+    v1::{
+        self, DenoiseDone, DenoiseQueued, DenoiseRequest, DenoiseResponse, DenoiseStarted,
+        DenoiseStep,
+        denoise_response::Event,
+        dit_worker_service_server::{DitWorkerService, DitWorkerServiceServer},
+    },
+};
+use registry::{Load, Role};
+use stage::{Engine, Gate, Stage, StageError, info};
+use telemetry::{Metrics, names as metric};
+use tokio::sync::{Semaphore, SemaphorePermit, mpsc};
+use tokio_stream::{Stream, wrappers::ReceiverStream};
+use tonic::{Request, Response, Status, service::RoutesBuilder};
+
+use crate::{
+    DitWorkerConfig,
+    batch::Finished,
+    denoiser::{ModelDenoiser, warm_up, weight},
+    fetch::{self, Leases},
+    order::Order,
+    picture,
+    steps::{StepLoop, Ticket},
+};
+
+/// Jobs whose prefixes are in memory although they do not fit into the running step: exactly one
+/// is fetched ahead.
+const FETCHED_AHEAD: usize = 1;
+
+/// The worker and its one model.
+#[derive(Debug)]
+pub struct DitWorker {
+    member_id: MemberId,
+    gate: Gate,
+    /// Builds jobs and loads the model.
+    prepare: Engine,
+    /// Decodes and encodes, beside the step loop.
+    decode: Engine,
+    loaded: OnceLock<Loaded>,
+    client: KvClient,
+    config: DitWorkerConfig,
+    metrics: Metrics,
+    /// Requests that hold their prefixes in memory.
+    resident: Semaphore,
+    /// Requests inside, waiting ones included.
+    inside: Semaphore,
+    bound: usize,
+}
+
+#[derive(Debug)]
+struct Loaded {
+    model: Arc<Model>,
+    steps: StepLoop<DenoiseJob>,
+}
+
+type Events = mpsc::Sender<Result<DenoiseResponse, Status>>;
+
+impl DitWorker {
+    pub(crate) fn new(
+        config: DitWorkerConfig,
+        client: KvClient,
+        metrics: Metrics,
+    ) -> Result<Self, StageError> {
+        let resident = config.limits.max_rows + FETCHED_AHEAD;
+        let bound = resident + config.max_queue;
+        Ok(Self {
+            member_id: MemberId::generate(),
+            gate: Gate::new(),
+            prepare: Engine::start("prepare", bound)?,
+            decode: Engine::start("decode", bound)?,
+            loaded: OnceLock::new(),
+            client,
+            config,
+            metrics,
+            resident: Semaphore::new(resident),
+            inside: Semaphore::new(bound),
+            bound,
+        })
+    }
+
+    fn loaded(&self) -> Result<&Loaded, StageError> {
+        self.loaded.get().ok_or(StageError::NotReady {
+            why: "the model is still loading",
+        })
+    }
+
+    fn inside(&self) -> usize {
+        self.bound - self.inside.available_permits()
+    }
+
+    /// One request from its prefixes to its picture.
+    async fn denoise(&self, request: DenoiseRequest, events: &Events) -> Result<(), StageError> {
+        let loaded = self.loaded()?;
+        let order = Order::new(request, loaded.model.info())?;
+        let _place = self.inside.try_acquire().map_err(|_| StageError::QueueFull {
+            queue: "dit-worker",
+            bound: self.config.max_queue,
+        })?;
+        let resident = self.wait_for_memory(events).await?;
+        let (job, leases) = self.prepare(loaded, &order, events).await?;
+        let weight = weight(&job);
+        let ticket = loaded.steps.submit(job, weight)?;
+        let finished = follow(ticket, order.steps, events).await?;
+        let latents = finished.job.latents()?;
+        drop(finished.job);
+        // The slots in the pool are free from here on.
+        drop(leases);
+        drop(resident);
+
+        let model = Arc::clone(&loaded.model);
+        let picture = self
+            .decode
+            .run(move || picture::make(&model, &latents))
+            .await??;
+        self.metrics.count(&metric::STAGE_IMAGES, &["dit-worker"]);
+        send(events, Event::Image(picture.image)).await?;
+        let done = DenoiseDone {
+            denoise_ms: finished.denoise_ms,
+            decode_ms: picture.decode_ms,
+        };
+        send(events, Event::Done(done)).await
+    }
+
+    /// Waits until there is room for one more request's prefixes.
+    async fn wait_for_memory(&self, events: &Events) -> Result<SemaphorePermit<'_>, StageError> {
+        if let Ok(permit) = self.resident.try_acquire() {
+            return Ok(permit);
+        }
+        queued(events, self.inside().saturating_sub(1)).await?;
+        let acquired = self.resident.acquire().await;
+        acquired.map_err(|_| StageError::Draining)
+    }
+
+    /// Fetches the prefixes and builds the job on them.
+    async fn prepare(
+        &self,
+        loaded: &Loaded,
+        order: &Order,
+        events: &Events,
+    ) -> Result<(DenoiseJob, Leases), StageError> {
+        let start = clock::now();
+        let fetched = fetch::both(&self.client, order, &loaded.model.info().kv, &self.member_id).await?;
+        let started = DenoiseStarted {
+            transfer_ms: clock::millis_since(start),
+            transfer_bytes: fetched.bytes(),
+            transport: fetched.transport(),
+        };
+        send(events, Event::Started(started)).await?;
+        let model = Arc::clone(&loaded.model);
+        let order = order.clone();
+        self.prepare
+            .run(move || {
+                let (cond, uncond, leases) = fetched.into_prefixes(model.info().kv)?;
+                let spec = JobSpec {
+                    height: order.height,
+                    width: order.width,
+                    steps: order.steps,
+                    guidance: order.guidance,
+                    seed: order.seed,
+                    cond: Arc::new(cond),
+                    uncond: uncond.map(Arc::new),
+                };
+                Ok::<_, StageError>((DenoiseJob::new(&model, spec)?, leases))
+            })
+            .await?
+    }
+}
+
+/// Passes progress on until the job ends.
+async fn follow(
+    mut ticket: Ticket<DenoiseJob>,
+    steps: usize,
+    events: &Events,
+) -> Result<Finished<DenoiseJob>, StageError> {
+    if ticket.ahead > 0 {
+        queued(events, ticket.ahead).await?;
+    }
+    while let Some(step) = ticket.progress.recv().await {
+        let step = DenoiseStep {
+            step: narrow(step),
+            steps: narrow(steps),
+        };
+        send(events, Event::Step(step)).await?;
+    }
+    ticket
+        .result
+        .await
+        .map_err(|_| StageError::EngineStopped { engine: "denoise" })?
+}
+
+async fn queued(events: &Events, ahead: usize) -> Result<(), StageError> {
+    let ahead = narrow(ahead);
+    send(events, Event::Queued(DenoiseQueued { ahead })).await
+}
+
+async fn send(events: &Events, event: Event) -> Result<(), StageError> {
+    let response = DenoiseResponse { event: Some(event) };
+    events
+        .send(Ok(response))
+        .await
+        .map_err(|_| StageError::Cancelled)
+}
+
+fn narrow(value: usize) -> u32 {
+    u32::try_from(value).unwrap_or(u32::MAX)
+}
+
+#[tonic::async_trait]
+impl Stage for DitWorker {
+    const ROLE: Role = Role::DitWorker;
+    const SERVICE: &'static str = names::DIT_WORKER;
+
+    fn mount(self: Arc<Self>, routes: &mut RoutesBuilder) {
+        routes.add_service(
+            DitWorkerServiceServer::new(Mounted(self))
+                .max_decoding_message_size(base::limits::MAX_REQUEST_BYTES),
+        );
+    }
+
+    async fn load(&self) -> Result<v1::ModelInfo, StageError> {
+        let dir = self.config.model.clone();
+        let model = self
+            .prepare
+            .run(move || {
+                let options = LoadOptions {
+                    parts: Parts::DENOISE,
+                    ..LoadOptions::default()
+                };
+                let model = Model::open(&dir, options)?;
+                warm_up(&model)?;
+                Ok::<_, StageError>(Arc::new(model))
+            })
+            .await??;
+        let denoiser = ModelDenoiser {
+            model: Arc::clone(&model),
+            metrics: self.metrics.clone(),
+        };
+        let steps = StepLoop::start(denoiser, self.config.limits, self.bound)?;
+        let info = info::model_to_proto(model.info());
+        // Loaded once; a second load would change nothing.
+        let _ = self.loaded.set(Loaded { model, steps });
+        Ok(info)
+    }
+
+    fn member_id(&self) -> &MemberId {
+        &self.member_id
+    }
+
+    fn gate(&self) -> &Gate {
+        &self.gate
+    }
+
+    fn report(&self) -> Load {
+        let inside = narrow(self.inside());
+        let running = self.loaded.get().map_or(0, |loaded| narrow(loaded.steps.live()));
+        let load = Load {
+            running: running.min(inside),
+            queued: inside.saturating_sub(running),
+            // Under guidance a job takes two rows.
+            capacity: narrow(self.config.limits.max_rows.div_ceil(2)),
+        };
+        self.metrics.set(&metric::STAGE_QUEUE, &["dit-worker"], load.queued.into());
+        self.metrics.set(&metric::STAGE_RUNNING, &["dit-worker"], load.running.into());
+        load
+    }
+}
+
+/// The worker as tonic wants it.
+#[derive(Debug, Clone)]
+struct Mounted(Arc<DitWorker>);
+
+#[tonic::async_trait]
+impl DitWorkerService for Mounted {
+    type DenoiseStream =
+        Pin<Box<dyn Stream<Item = Result<DenoiseResponse, Status>> + Send + 'static>>;
+
+    async fn denoise(
+        &self,
+        request: Request<DenoiseRequest>,
+    ) -> Result<Response<Self::DenoiseStream>, Status> {
+        let request = request.into_inner();
+        let worker = Arc::clone(&self.0);
+        worker
+            .gate
+            .enter(request.epoch, &request.weights_id)
+            .map_err(|error| proto::status::status(&error))?;
+        let (events, stream) = mpsc::channel(EVENT_QUEUE);
+        let tasks = worker.gate.tasks().clone();
+        tasks.spawn(async move {
+            let request_id = request.request_id.clone();
+            let stop = worker.gate.tasks().token();
+            let ended = tokio::select! {
+                ended = Box::pin(worker.denoise(request, &events)) => ended,
+                // The router has gone away: the job leaves at the next step boundary.
+                () = events.closed() => Err(StageError::Cancelled),
+                () = stop.cancelled() => Err(StageError::Draining),
+            };
+            if let Err(error) = ended {
+                log(&request_id, &error);
+                // Nobody may listen any more: nothing to tell.
+                let _ = events.send(Err(proto::status::status(&error))).await;
+            }
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(stream))))
+    }
+}
+
+fn log(request_id: &str, error: &StageError) {
+    let failure = Failure::of(error);
+    if error.code().http_status() >= 500 {
+        tracing::error!(request_id, code = %failure.code, error = %failure, "denoise failed");
+    } else {
+        tracing::info!(request_id, code = %failure.code, error = %failure, "denoise ended early");
+    }
+}

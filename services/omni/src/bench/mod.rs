@@ -1,0 +1,46 @@
+//! Measurements of this machine, through the public interface of the model. Everything printed is
+//! measured or follows from a formula stated here.
+mod attention;
+mod denoise;
+mod flops;
+mod memory;
+
+pub(crate) use attention::{AttentionArgs, run as attention};
+pub(crate) use denoise::{DenoiseArgs, run as denoise};
+
+use crate::error::OmniError;
+
+fn bad(message: impl Into<String>) -> OmniError {
+    OmniError::Config(message.into())
+}
+
+fn model_error(error: model::ModelError) -> OmniError {
+    OmniError::of(&stage::StageError::from(error))
+}
+
+fn json(value: &serde_json::Value) -> Result<String, OmniError> {
+    serde_json::to_string_pretty(value).map_err(|error| bad(format!("json: {error}")))
+}
+
+/// The middle value; 0 of none.
+fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    match sorted.len() {
+        0 => 0.0,
+        n if n % 2 == 1 => sorted[n / 2],
+        n => f64::midpoint(sorted[n / 2 - 1], sorted[n / 2]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_is_the_middle() {
+        assert_eq!(median(&[3.0, 1.0, 2.0]), 2.0);
+        assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), 2.5);
+        assert_eq!(median(&[]), 0.0);
+    }
+}

@@ -1,0 +1,181 @@
+//! The command line: one subcommand a role, built from the table of settings, plus the tools.
+use std::path::PathBuf;
+
+use clap::{Arg, ArgAction, ArgMatches, Args as _, Command, FromArgMatches as _, value_parser};
+
+use crate::{
+    bench::{AttentionArgs, DenoiseArgs},
+    settings::{self, Role},
+};
+
+/// Exit codes, as the help says them.
+const EXIT_CODES: &str = "Exit codes: 0 done, 1 failed, 2 bad command line, 64 bad configuration, \
+    model or input, 69 another process cannot be reached.\n\
+    Settings come from the flag, else the environment variable, else the file of --config \
+    (TOML, one section a role), else the default.";
+
+/// What was asked for.
+#[derive(Debug)]
+pub(crate) enum Action {
+    /// Run a role, or all of them.
+    Run {
+        role: Role,
+        matches: ArgMatches,
+        config: Option<PathBuf>,
+        exit_with_parent: bool,
+    },
+    /// Print a role's settings and where each came from.
+    Show {
+        role: Role,
+        matches: ArgMatches,
+        config: Option<PathBuf>,
+    },
+    /// Measure the denoiser.
+    BenchDenoise(DenoiseArgs),
+    /// Measure the memory of attention.
+    BenchAttention(AttentionArgs),
+}
+
+/// Version, commit and profile, as `--version` shows them.
+pub(crate) fn version() -> String {
+    format!(
+        "{} ({}, {})",
+        env!("CARGO_PKG_VERSION"),
+        env!("OMNI_GIT_SHA"),
+        env!("OMNI_PROFILE")
+    )
+}
+
+/// The whole command line.
+pub(crate) fn command() -> Command {
+    let root = Command::new("omni")
+        .about("Serve HunyuanImage-3.0 as separate stages")
+        .version(version())
+        .after_help(EXIT_CODES)
+        .max_term_width(100)
+        .subcommand_required(true)
+        .arg_required_else_help(true);
+    let root = Role::ALL.into_iter().fold(root, |root, role| {
+        let command = settings::command(role).arg(config_file());
+        root.subcommand(if role == Role::Up {
+            command
+        } else {
+            command.arg(exit_with_parent())
+        })
+    });
+    root.subcommand(
+        Command::new("bench")
+            .about("Measure this machine; prints JSON")
+            .subcommand_required(true)
+            .subcommand(DenoiseArgs::augment_args(Command::new("denoise")))
+            .subcommand(AttentionArgs::augment_args(Command::new("attention"))),
+    )
+    .subcommand(
+        Command::new("config")
+            .about("Look at settings")
+            .subcommand_required(true)
+            .subcommand(
+                Role::ALL.into_iter().fold(
+                    Command::new("show")
+                        .about("Print the settings of a role and where each came from")
+                        .subcommand_required(true),
+                    |show, role| show.subcommand(settings::command(role).arg(config_file())),
+                ),
+            ),
+    )
+}
+
+fn config_file() -> Arg {
+    Arg::new("config")
+        .long("config")
+        .env("OMNI_CONFIG")
+        .value_name("FILE")
+        .value_parser(value_parser!(PathBuf))
+        .help("Settings file (TOML)")
+}
+
+fn exit_with_parent() -> Arg {
+    Arg::new("exit_with_parent")
+        .long("exit-with-parent")
+        .action(ArgAction::SetTrue)
+        .hide(true)
+        .help("Stop when standard input closes")
+}
+
+/// Parses the process's arguments.
+pub(crate) fn parse(
+    arguments: impl IntoIterator<Item = std::ffi::OsString>,
+) -> Result<Action, clap::Error> {
+    let mut matches = command().try_get_matches_from(arguments)?;
+    let action = match matches.remove_subcommand() {
+        Some((name, matches)) if name == "bench" => bench(&matches)?,
+        Some((name, mut matches)) if name == "config" => {
+            let show = matches.remove_subcommand().map(|(_, show)| show);
+            let (role, matches) = show
+                .and_then(|mut show| show.remove_subcommand())
+                .and_then(|(name, matches)| Some((role(&name)?, matches)))
+                .ok_or_else(missing)?;
+            let config = file(&matches);
+            Action::Show {
+                role,
+                matches,
+                config,
+            }
+        }
+        Some((name, matches)) => {
+            let role = role(&name).ok_or_else(missing)?;
+            let exit_with_parent = role != Role::Up && matches.get_flag("exit_with_parent");
+            let config = file(&matches);
+            Action::Run {
+                role,
+                matches,
+                config,
+                exit_with_parent,
+            }
+        }
+        None => return Err(missing()),
+    };
+    Ok(action)
+}
+
+fn bench(matches: &ArgMatches) -> Result<Action, clap::Error> {
+    match matches.subcommand() {
+        Some(("denoise", matches)) => {
+            Ok(Action::BenchDenoise(DenoiseArgs::from_arg_matches(matches)?))
+        }
+        Some(("attention", matches)) => Ok(Action::BenchAttention(
+            AttentionArgs::from_arg_matches(matches)?,
+        )),
+        _ => Err(missing()),
+    }
+}
+
+fn file(matches: &ArgMatches) -> Option<PathBuf> {
+    matches.get_one::<PathBuf>("config").cloned()
+}
+
+fn role(name: &str) -> Option<Role> {
+    Role::ALL.into_iter().find(|role| role.name() == name)
+}
+
+// clap requires the subcommands itself; this is what is left to say if it ever does not.
+fn missing() -> clap::Error {
+    clap::Error::new(clap::error::ErrorKind::MissingSubcommand).with_cmd(&command())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        command().debug_assert();
+    }
+
+    #[test]
+    fn version_names_commit_and_profile() {
+        let version = version();
+        assert!(version.starts_with(env!("CARGO_PKG_VERSION")), "{version}");
+        assert!(version.contains('(') && version.ends_with(')'), "{version}");
+    }
+}

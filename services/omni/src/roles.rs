@@ -1,0 +1,287 @@
+//! From settings to running roles.
+use std::{
+    net::SocketAddr,
+    path::{Path, PathBuf},
+};
+
+use ar_stage::ArStageConfig;
+use base::{BuildInfo, Failure, Shutdown};
+use dit_worker::{DitWorkerConfig, StepLimits};
+use kv_transfer::{
+    ClientConfig, Host, ServiceConfig,
+    engine::{EngineConfig, Transport},
+};
+use registry::Backend;
+use router::{RouterConfig, admission::Limits};
+use stage::HostConfig;
+use telemetry::Metrics;
+use tokio::net::TcpListener;
+
+use crate::{
+    announce::Announcement,
+    error::OmniError,
+    settings::{Role, Settings},
+    up::{self, UpConfig},
+};
+
+/// Most compute threads a process may be told to use.
+const MAX_THREADS: usize = 1024;
+
+/// A role with everything it needs, parsed and checked; no port is open yet.
+#[derive(Debug)]
+enum Plan {
+    Router(RouterConfig),
+    KvTransfer(Place, ServiceConfig),
+    ArStage(Place, ArStageConfig, usize),
+    DitWorker(Place, DitWorkerConfig, usize),
+    Up(UpConfig),
+}
+
+/// Where a member listens and whom it joins.
+#[derive(Debug)]
+struct Place {
+    listen: SocketAddr,
+    admin_listen: SocketAddr,
+    advertise: Option<String>,
+    pool: String,
+    registry: Backend,
+}
+
+/// Parses and checks the settings of a role without running it.
+pub(crate) fn check(role: Role, settings: &Settings) -> Result<(), OmniError> {
+    plan(role, settings, None).map(drop)
+}
+
+/// Runs a role until `shutdown`.
+pub(crate) async fn run(
+    role: Role,
+    settings: &Settings,
+    file: Option<&Path>,
+    shutdown: Shutdown,
+) -> Result<(), OmniError> {
+    let build = build_info();
+    match plan(role, settings, file)? {
+        Plan::Up(config) => up::run(config, shutdown).await,
+        Plan::Router(config) => {
+            let bound = router::Bound::bind(config).await.map_err(|e| OmniError::of(&e))?;
+            let admin = bound.admin_address().map(|address| format!("http://{address}"));
+            announce(role, format!("http://{}", bound.address()), admin.unwrap_or_default())?;
+            bound.serve(shutdown).await.map_err(|e| OmniError::of(&e))
+        }
+        Plan::KvTransfer(place, config) => {
+            let (listener, admin_listener, advertise) = open(role, &place).await?;
+            let host = Host {
+                listener,
+                admin_listener: Some(admin_listener),
+                advertise,
+                pool: place.pool,
+                registry: Some(place.registry),
+                metrics: Metrics::new(&build),
+            };
+            kv_transfer::service::run(config, host, shutdown)
+                .await
+                .map_err(|error| OmniError::of(&error))
+        }
+        Plan::ArStage(place, config, threads) => {
+            set_threads(threads)?;
+            let host = host(role, place, &build).await?;
+            ar_stage::run(config, host, Metrics::new(&build), shutdown)
+                .await
+                .map_err(|error| OmniError::of(&error))
+        }
+        Plan::DitWorker(place, config, threads) => {
+            set_threads(threads)?;
+            let host = host(role, place, &build).await?;
+            dit_worker::run(config, host, Metrics::new(&build), shutdown)
+                .await
+                .map_err(|error| OmniError::of(&error))
+        }
+    }
+}
+
+fn plan(role: Role, settings: &Settings, file: Option<&Path>) -> Result<Plan, OmniError> {
+    settings.text("log_level")?;
+    Ok(match role {
+        Role::Up => Plan::Up(UpConfig::from_settings(settings, file)?),
+        Role::Router => Plan::Router(router_config(settings)?),
+        Role::KvTransfer => {
+            let config = ServiceConfig::new(engine(settings)?, settings.bytes("pool_bytes")? as u64);
+            config.validate().map_err(|error| bad(&error))?;
+            Plan::KvTransfer(place(settings)?, config)
+        }
+        Role::ArStage => {
+            let mut client = ClientConfig::new(engine(settings)?);
+            client.ttl = settings.seconds("prefix_ttl_s")?;
+            let config = ArStageConfig {
+                model: model_dir(settings)?,
+                kv_transfer: settings.url("kv_transfer")?,
+                client,
+                max_queue: settings.count("max_queue", 1)?,
+            };
+            Plan::ArStage(place(settings)?, config, threads(settings)?)
+        }
+        Role::DitWorker => {
+            let config = DitWorkerConfig {
+                model: model_dir(settings)?,
+                client: ClientConfig::new(engine(settings)?),
+                limits: StepLimits {
+                    max_rows: settings.count("max_rows", 1)?,
+                    max_tokens: settings.count("max_tokens", 1)?,
+                },
+                max_queue: settings.count("max_queue", 1)?,
+            };
+            Plan::DitWorker(place(settings)?, config, threads(settings)?)
+        }
+    })
+}
+
+fn router_config(settings: &Settings) -> Result<RouterConfig, OmniError> {
+    Ok(RouterConfig {
+        listen: settings.socket("listen")?.to_string(),
+        advertise: advertise(settings)?,
+        admin_listen: Some(settings.socket("admin_listen")?.to_string()),
+        registry: match settings.text("registry")? {
+            "embedded" => Backend::Embedded,
+            _ => backend(settings)?,
+        },
+        limits: Limits {
+            max_running: settings.count("max_running", 1)?,
+            max_queued: settings.count("max_queued", 1)?,
+            ..Limits::default()
+        },
+        build: build_info(),
+        ..RouterConfig::default()
+    })
+}
+
+fn place(settings: &Settings) -> Result<Place, OmniError> {
+    let listen = settings.socket("listen")?;
+    let advertise = advertise(settings)?;
+    if listen.ip().is_unspecified() && advertise.is_none() {
+        return Err(OmniError::Config(format!(
+            "advertise is required when listening on {listen}: others cannot connect to that address"
+        )));
+    }
+    Ok(Place {
+        listen,
+        admin_listen: settings.socket("admin_listen")?,
+        advertise,
+        pool: settings.text("pool")?.to_owned(),
+        registry: backend(settings)?,
+    })
+}
+
+fn advertise(settings: &Settings) -> Result<Option<String>, OmniError> {
+    match settings.get("advertise") {
+        Some(_) => settings.url("advertise").map(Some),
+        None => Ok(None),
+    }
+}
+
+/// A router's address, or the name of a backend that this version does not have.
+fn backend(settings: &Settings) -> Result<Backend, OmniError> {
+    let text = settings.text("registry")?;
+    if text == "etcd" || text.starts_with("etcd://") {
+        let backend = Backend::Etcd {
+            endpoints: vec![text.to_owned()],
+        };
+        return registry::open(&backend)
+            .map(|_| backend)
+            .map_err(|error| OmniError::of(&error));
+    }
+    Ok(Backend::Remote {
+        endpoint: settings.url("registry")?,
+    })
+}
+
+fn engine(settings: &Settings) -> Result<EngineConfig, OmniError> {
+    let words = [("shm", Transport::Shm), ("tcp", Transport::Tcp)];
+    Ok(EngineConfig::only(settings.one_of("transport", &words)?))
+}
+
+fn threads(settings: &Settings) -> Result<usize, OmniError> {
+    let threads = settings.count("threads", 0)?;
+    if threads > MAX_THREADS {
+        return Err(OmniError::Config(format!(
+            "threads must be at most {MAX_THREADS}, got {threads}"
+        )));
+    }
+    Ok(threads)
+}
+
+/// The checkpoint directory, which must at least be one.
+pub(crate) fn model_dir(settings: &Settings) -> Result<PathBuf, OmniError> {
+    let path = PathBuf::from(settings.text("model")?);
+    if !path.is_dir() {
+        return Err(OmniError::Config(format!(
+            "model must be a checkpoint directory, {} is none",
+            path.display()
+        )));
+    }
+    Ok(path)
+}
+
+/// Sizes the pool that all arithmetic of this process runs on; 0: one thread a core.
+pub(crate) fn set_threads(threads: usize) -> Result<(), OmniError> {
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .thread_name(|index| format!("compute-{index}"))
+        .build_global()
+        .map_err(|error| OmniError::Config(format!("threads: {error}")))
+}
+
+async fn host(role: Role, place: Place, build: &BuildInfo) -> Result<HostConfig, OmniError> {
+    let (listener, admin_listener, advertise) = open(role, &place).await?;
+    Ok(HostConfig {
+        listener,
+        admin_listener,
+        advertise,
+        pool: place.pool,
+        registry: place.registry,
+        build: build.clone(),
+    })
+}
+
+/// Binds both ports and says so on standard output.
+async fn open(role: Role, place: &Place) -> Result<(TcpListener, TcpListener, String), OmniError> {
+    let listener = bind(place.listen, "listen").await?;
+    let admin_listener = bind(place.admin_listen, "admin_listen").await?;
+    let local = |listener: &TcpListener| {
+        let address = listener.local_addr();
+        address
+            .map(|address| format!("http://{address}"))
+            .map_err(|error| OmniError::io("read the address of a listener", error))
+    };
+    let endpoint = match &place.advertise {
+        Some(advertise) => advertise.clone(),
+        None => local(&listener)?,
+    };
+    announce(role, endpoint.clone(), local(&admin_listener)?)?;
+    Ok((listener, admin_listener, endpoint))
+}
+
+async fn bind(address: SocketAddr, field: &str) -> Result<TcpListener, OmniError> {
+    let bound = proto::server::bind(&address.to_string(), field).await;
+    bound.map_err(|failure| OmniError::Config(failure.message))
+}
+
+fn announce(role: Role, endpoint: String, admin: String) -> Result<(), OmniError> {
+    let announcement = Announcement {
+        role: role.name().to_owned(),
+        endpoint,
+        admin,
+    };
+    announcement.print()
+}
+
+fn build_info() -> BuildInfo {
+    BuildInfo {
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        git_sha: env!("OMNI_GIT_SHA").to_owned(),
+        profile: env!("OMNI_PROFILE").to_owned(),
+    }
+}
+
+fn bad(error: &impl base::Fault) -> OmniError {
+    OmniError::Config(Failure::of(error).message)
+}

@@ -1,0 +1,228 @@
+//! `omni up`: the four roles as processes on this machine, started in order of their needs, watched
+//! while they run, stopped in reverse.
+mod child;
+
+use std::{
+    ffi::OsString,
+    io::Write as _,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use base::{Deadline, Shutdown, clock::SystemClock};
+use tonic_health::pb::{
+    HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
+};
+
+use crate::{
+    announce::Announcement,
+    error::OmniError,
+    settings::{Role, Settings},
+};
+use child::Child;
+
+/// How often health is asked for.
+const HEALTH_INTERVAL: Duration = Duration::from_millis(50);
+/// How long one answer may take.
+const HEALTH_TIMEOUT: Duration = Duration::from_secs(1);
+/// How often a death is looked for.
+const WATCH_INTERVAL: Duration = Duration::from_millis(100);
+/// Children pick a free port on the loopback interface.
+const ANY_PORT: &str = "127.0.0.1:0";
+
+/// What `up` was asked to do.
+#[derive(Debug, Clone)]
+pub(crate) struct UpConfig {
+    pub(crate) model: PathBuf,
+    pub(crate) listen: std::net::SocketAddr,
+    pub(crate) transport: &'static str,
+    pub(crate) pool_bytes: usize,
+    pub(crate) ready_file: Option<PathBuf>,
+    pub(crate) start_timeout: Duration,
+    pub(crate) stop_grace: Duration,
+    /// The config file, passed on to the roles.
+    pub(crate) config: Option<PathBuf>,
+    pub(crate) log_level: String,
+    pub(crate) log_format: String,
+}
+
+impl UpConfig {
+    /// Parses and checks the settings.
+    pub(crate) fn from_settings(
+        settings: &Settings,
+        config: Option<&Path>,
+    ) -> Result<Self, OmniError> {
+        Ok(Self {
+            model: crate::roles::model_dir(settings)?,
+            listen: settings.socket("listen")?,
+            transport: settings.one_of("transport", &[("shm", "shm"), ("tcp", "tcp")])?,
+            pool_bytes: settings.bytes("pool_bytes")?,
+            ready_file: settings.get("ready_file").map(PathBuf::from),
+            start_timeout: settings.seconds("start_timeout_s")?,
+            stop_grace: settings.seconds("stop_grace_s")?,
+            config: config.map(Path::to_path_buf),
+            log_level: settings.text("log_level")?.to_owned(),
+            log_format: settings.text("log_format")?.to_owned(),
+        })
+    }
+
+    fn arguments(&self, own: &[(&str, String)]) -> Vec<OsString> {
+        let common = [
+            ("--admin-listen", ANY_PORT.to_owned()),
+            ("--log-level", self.log_level.clone()),
+            ("--log-format", self.log_format.clone()),
+        ];
+        let mut arguments: Vec<OsString> = common
+            .iter()
+            .chain(own)
+            .flat_map(|(flag, value)| [OsString::from(*flag), OsString::from(value)])
+            .collect();
+        if let Some(config) = &self.config {
+            arguments.extend(["--config".into(), config.into()]);
+        }
+        arguments
+    }
+}
+
+/// Runs until a signal asks for the end or a role dies.
+pub(crate) async fn run(config: UpConfig, shutdown: Shutdown) -> Result<(), OmniError> {
+    let mut fleet = Vec::new();
+    let deadline = Deadline::after(&SystemClock, config.start_timeout);
+    let started = tokio::select! {
+        started = deadline.bound("the roles to start", start(&config, &mut fleet)) => {
+            started.map_err(|late| OmniError::of(&late)).and_then(|started| started)
+        }
+        () = shutdown.requested() => {
+            stop(&mut fleet, config.stop_grace, &shutdown).await;
+            return Ok(());
+        }
+    };
+    let outcome = match started {
+        Ok(endpoint) => match announce(&endpoint, config.ready_file.as_deref()) {
+            Ok(()) => tokio::select! {
+                died = watch(&mut fleet) => Err(died),
+                () = shutdown.requested() => Ok(()),
+            },
+            Err(error) => Err(error),
+        },
+        Err(error) => Err(error),
+    };
+    stop(&mut fleet, config.stop_grace, &shutdown).await;
+    if let Some(path) = &config.ready_file {
+        // What it says is no longer true.
+        let _ = std::fs::remove_file(path);
+    }
+    outcome
+}
+
+/// Router (with the registry), then the KV-transfer service, then both model stages side by side.
+async fn start(config: &UpConfig, fleet: &mut Vec<Child>) -> Result<String, OmniError> {
+    let router = [("--listen", config.listen.to_string())];
+    let router = launch(Role::Router, config.arguments(&router), fleet).await?;
+    let registry = ("--registry", router.endpoint.clone());
+    let transport = ("--transport", config.transport.to_owned());
+    let listen = ("--listen", ANY_PORT.to_owned());
+
+    let kv = [
+        listen.clone(),
+        registry.clone(),
+        transport.clone(),
+        ("--pool-bytes", config.pool_bytes.to_string()),
+    ];
+    let kv = launch(Role::KvTransfer, config.arguments(&kv), fleet).await?;
+    healthy(&kv, fleet).await?;
+
+    let stage = [
+        listen,
+        registry,
+        transport,
+        ("--kv-transfer", kv.endpoint),
+        ("--model", config.model.to_string_lossy().into_owned()),
+    ];
+    let ar = launch(Role::ArStage, config.arguments(&stage), fleet).await?;
+    let dit = launch(Role::DitWorker, config.arguments(&stage), fleet).await?;
+    healthy(&ar, fleet).await?;
+    healthy(&dit, fleet).await?;
+    healthy(&router, fleet).await?;
+    Ok(router.endpoint)
+}
+
+async fn launch(
+    role: Role,
+    arguments: Vec<OsString>,
+    fleet: &mut Vec<Child>,
+) -> Result<Announcement, OmniError> {
+    let mut child = Child::start(role, arguments)?;
+    let announced = child.announcement().await;
+    fleet.push(child);
+    let announced = announced?;
+    tracing::info!(role = role.name(), endpoint = %announced.endpoint, "started");
+    Ok(announced)
+}
+
+/// Waits until a server says that it serves; ends early when any role dies.
+async fn healthy(of: &Announcement, fleet: &mut [Child]) -> Result<(), OmniError> {
+    let channel = proto::channel::lazy(&of.endpoint)?;
+    let mut client = HealthClient::new(channel);
+    loop {
+        let ask = client.check(HealthCheckRequest::default());
+        if let Ok(Ok(answer)) = tokio::time::timeout(HEALTH_TIMEOUT, ask).await
+            && answer.into_inner().status() == ServingStatus::Serving
+        {
+            return Ok(());
+        }
+        if let Some(died) = dead(fleet).await {
+            return Err(died);
+        }
+        tokio::time::sleep(HEALTH_INTERVAL).await;
+    }
+}
+
+async fn dead(fleet: &mut [Child]) -> Option<OmniError> {
+    for child in fleet {
+        if let Some(status) = child.exit_status() {
+            return Some(child.died(Some(status)).await);
+        }
+    }
+    None
+}
+
+async fn watch(fleet: &mut [Child]) -> OmniError {
+    loop {
+        if let Some(died) = dead(fleet).await {
+            return died;
+        }
+        tokio::time::sleep(WATCH_INTERVAL).await;
+    }
+}
+
+fn announce(endpoint: &str, ready_file: Option<&Path>) -> Result<(), OmniError> {
+    if let Some(path) = ready_file {
+        let failed = |source| OmniError::io(format!("write {}", path.display()), source);
+        let draft = path.with_extension("tmp");
+        std::fs::write(&draft, format!("{endpoint}\n")).map_err(failed)?;
+        std::fs::rename(&draft, path).map_err(failed)?;
+    }
+    writeln!(std::io::stdout(), "ready {endpoint}")
+        .map_err(|error| OmniError::io("write to standard output", error))
+}
+
+/// The router first, so that what it has accepted can still finish; the pool last.
+async fn stop(fleet: &mut [Child], grace: Duration, shutdown: &Shutdown) {
+    for group in [
+        &[Role::Router][..],
+        &[Role::ArStage, Role::DitWorker],
+        &[Role::KvTransfer],
+    ] {
+        let in_group = |child: &&mut Child| group.contains(&child.role());
+        for child in fleet.iter_mut().filter(in_group) {
+            child.terminate();
+        }
+        for child in fleet.iter_mut().filter(in_group) {
+            if !child.finish(grace, shutdown.forced()).await {
+                tracing::warn!(role = child.role().name(), "did not stop in time and was killed");
+            }
+        }
+    }
+    tracing::info!("all roles have stopped");
+}

@@ -1,0 +1,110 @@
+//! Models of random weights, for measurements without a checkpoint.
+//!
+//! Equal seeds and configs give equal weights, on every machine and for every number of threads.
+
+use half::bf16;
+use kernels::Tensor;
+use rayon::prelude::*;
+
+use crate::config::ModelConfig;
+use crate::error::ModelError;
+use crate::model::{LoadOptions, Model};
+use crate::source::WeightSource;
+
+/// Values that one piece of parallel work makes.
+const CHUNK: usize = 1 << 16;
+
+/// Makes every weight from its name and a seed.
+#[derive(Clone, Copy, Debug)]
+struct RandomWeights {
+    seed: u64,
+}
+
+impl WeightSource for RandomWeights {
+    /// Matrices and convolutions: uniform with variance 1 / fan-in, BF16 as released checkpoints store them.
+    /// Norm weights are 1 and biases 0, F32.
+    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError> {
+        let numel = shape
+            .iter()
+            .try_fold(1_usize, |n, d| n.checked_mul(*d))
+            .ok_or_else(|| ModelError::tensor(name, "cannot be addressed"))?;
+        if shape.len() < 2 {
+            let value = if name.ends_with("bias") { 0.0 } else { 1.0 };
+            return Ok(Tensor::from_f32(shape, vec![value; numel])?);
+        }
+        let fan_in: usize = shape[1..].iter().product();
+        // A uniform distribution over [-a, a] has variance a^2 / 3.
+        let scale = (3.0 / fan_in.max(1) as f32).sqrt();
+        let key = self.seed ^ name_hash(name);
+        let mut data = vec![bf16::ZERO; numel];
+        data.par_chunks_mut(CHUNK)
+            .enumerate()
+            .for_each(|(chunk, values)| {
+                for (value, index) in values.iter_mut().zip(chunk * CHUNK..) {
+                    *value = bf16::from_f32(unit(key, index as u64) * scale);
+                }
+            });
+        Ok(Tensor::from_bf16(shape, data)?)
+    }
+}
+
+/// The first eight bytes of the name's BLAKE3 digest.
+fn name_hash(name: &str) -> u64 {
+    let digest = blake3::hash(name.as_bytes());
+    let (words, _) = digest.as_bytes().as_chunks::<8>();
+    u64::from_le_bytes(words[0])
+}
+
+/// Value `index` of stream `key` in [-1, 1): the SplitMix64 output function over a counter.
+fn unit(key: u64, index: u64) -> f32 {
+    let mut z = key.wrapping_add(index.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^= z >> 31;
+    // 24 bits are what an f32 holds exactly.
+    (z >> 40) as f32 / (1_u32 << 23) as f32 - 1.0
+}
+
+impl Model {
+    /// A model of `config` with random weights and without a tokenizer: it denoises and decodes, but cannot
+    /// lay a prompt out.
+    ///
+    /// # Errors
+    /// Those of building the parts: `Internal` for a defect, `Unimplemented` for what is not built.
+    pub fn random(
+        config: ModelConfig,
+        options: LoadOptions,
+        seed: u64,
+    ) -> Result<Self, ModelError> {
+        Self::build(config, &RandomWeights { seed }, options, format!("random-{seed}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn weights_depend_on_name_and_seed_and_have_the_stated_variance() {
+        let make = |seed, name: &str| {
+            let source = RandomWeights { seed };
+            source.tensor(name, &[300, 400]).unwrap().to_f32_vec()
+        };
+        let values = make(1, "a.weight");
+        assert_eq!(values, make(1, "a.weight"));
+        assert_ne!(values, make(2, "a.weight"));
+        assert_ne!(values, make(1, "b.weight"));
+        let n = values.len() as f32;
+        let mean = values.iter().sum::<f32>() / n;
+        let variance = values.iter().map(|v| v * v).sum::<f32>() / n;
+        assert!(mean.abs() < 1e-3, "{mean}");
+        assert!((variance * 400.0 - 1.0).abs() < 0.02, "{variance}");
+    }
+
+    #[test]
+    fn norms_are_one_and_biases_zero() {
+        let source = RandomWeights { seed: 1 };
+        assert_eq!(source.tensor("n.weight", &[3]).unwrap().to_f32_vec(), [1.0; 3]);
+        assert_eq!(source.tensor("n.bias", &[3]).unwrap().to_f32_vec(), [0.0; 3]);
+    }
+}
