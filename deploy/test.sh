@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Checks and tests everything, on a fresh Debian or Ubuntu machine that has rustup. Safe to run again.
+#   bash deploy/test.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=deploy/lib.sh
+source deploy/lib.sh
+
+summary=()
+
+report() {
+    printf '\n'
+    say "summary"
+    local line
+    for line in "${summary[@]}"; do
+        printf '   %s\n' "$line"
+    done
+}
+trap report EXIT
+
+# step NAME COMMAND...: runs it and notes how it went; the first failure ends the script.
+step() {
+    local name=$1 start=$SECONDS
+    shift
+    printf '\n'
+    say "$name"
+    if "$@"; then
+        summary+=("ok      $((SECONDS - start)) s  $name")
+    else
+        summary+=("FAILED  $((SECONDS - start)) s  $name: $*")
+        return 1
+    fi
+}
+
+skip() { summary+=("skipped: $1"); }
+
+install_packages
+find_cargo
+
+step "format" cargo fmt --all --check
+step "lints" cargo clippy --locked --workspace --all-targets -- -D warnings
+step "binaries" cargo build --locked --workspace --bins
+# The tests run these binaries instead of asking cargo for them.
+OMNI_BIN_DIR="$(target_directory)/debug"
+export OMNI_BIN_DIR
+step "tests" cargo test --locked --workspace --no-fail-fast
+
+if command -v cargo-deny >/dev/null; then
+    step "licences and advisories" cargo deny --locked check
+else
+    skip "licences and advisories (cargo install --locked cargo-deny, then cargo deny check)"
+fi
+if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
+    skip "GPU tests: this version has no GPU path"
+else
+    skip "GPU tests: no GPU"
+fi
