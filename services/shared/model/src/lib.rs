@@ -17,6 +17,7 @@ pub mod layout;
 pub mod model;
 pub mod noise;
 pub mod picture;
+pub mod pipeline;
 pub mod positions;
 pub mod prefill;
 pub mod prefix;

@@ -64,13 +64,21 @@ impl Vae {
     /// The picture of scaled latents `[latent, h, w]`.
     ///
     /// # Errors
-    /// `Internal` when the decoder was not loaded or the channels do not match.
+    /// `Internal` when the decoder was not loaded, the channels do not match or a value is not a number.
     pub fn decode(&self, latents: &Latents, tiles: Tiles) -> Result<RgbImage, ModelError> {
+        let values = self.decode_values(latents, tiles)?;
+        RgbImage::from_unit_values(values.dim(0), values.dim(1), values.as_f32()?)
+    }
+
+    /// The picture of scaled latents before clamping, `[h, w, 3]` around -1..1: the last decoded frame.
+    ///
+    /// # Errors
+    /// `Internal` when the decoder was not loaded or the channels do not match.
+    pub fn decode_values(&self, latents: &Latents, tiles: Tiles) -> Result<Tensor, ModelError> {
         let frames = self.decode_frames(&self.unscale(latents), tiles, &mut |_, _| {})?;
-        let last = frames.dim(1).saturating_sub(1);
-        let (height, width) = (frames.dim(2), frames.dim(3));
-        let values = frames.reshape(&[frames.dim(1), height, width, 3])?.narrow0(last, 1)?;
-        RgbImage::from_unit_values(height, width, values.as_f32()?)
+        let shape = [frames.dim(1), frames.dim(2), frames.dim(3), frames.dim(4)];
+        let last = frames.reshape(&shape)?.narrow0(shape[0].saturating_sub(1), 1)?;
+        Ok(last.reshape(&shape[1..])?)
     }
 
     /// All frames `[1, t, h, w, 3]` (before clamping) of unscaled latents `[latent, h, w]`. `see` gets named
