@@ -22,6 +22,8 @@ use crate::{
 const STAGE_WAIT: Duration = Duration::from_secs(1);
 /// Channels to addresses that are gone are dropped above this many.
 const SPARE_CHANNELS: usize = 64;
+/// Numbers that roles have on the wire.
+const ROLES: usize = 5;
 
 /// Who may be asked.
 #[derive(Debug)]
@@ -29,7 +31,8 @@ pub(crate) struct Members {
     pub(crate) snapshots: Snapshots,
     channels: Mutex<HashMap<String, Channel>>,
     under_way: Arc<Mutex<HashMap<String, u32>>>,
-    turn: AtomicU64,
+    /// One counter a role, by its number: phases that alternate must not share one.
+    turns: [AtomicU64; ROLES],
 }
 
 /// A member chosen for one call. Dropping it ends what is under way there.
@@ -62,7 +65,7 @@ impl Members {
             snapshots,
             channels: Mutex::default(),
             under_way: Arc::default(),
-            turn: AtomicU64::new(0),
+            turns: Default::default(),
         }
     }
 
@@ -98,7 +101,7 @@ impl Members {
         tried: &HashSet<String>,
         wait: bool,
     ) -> Result<Assignment, RouterError> {
-        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
+        let turn = self.turns[role as usize % ROLES].fetch_add(1, Ordering::Relaxed);
         let wish = Wish {
             role,
             weights_id,

@@ -95,6 +95,16 @@ async fn next(watch: &mut Watch) -> Update {
         .unwrap()
 }
 
+async fn next_put(watch: &mut Watch) -> (u64, Member) {
+    match next(watch).await {
+        Update {
+            epoch,
+            event: Event::Put(member),
+        } => (epoch, *member),
+        other => panic!("no put: {other:?}"),
+    }
+}
+
 async fn a_watch_starts_with_everything_and_follows_in_order(setup: Setup) {
     let registry = setup.registry;
     let first = registry.register(member("a"), TTL).await.unwrap();
@@ -111,55 +121,39 @@ async fn a_watch_starts_with_everything_and_follows_in_order(setup: Setup) {
 
     let second = registry.register(member("b"), TTL).await.unwrap();
     assert!(second.epoch > first.epoch && second.lease != first.lease);
-    let Update {
-        epoch,
-        event: Event::Put(put),
-    } = next(&mut watch).await
-    else {
-        panic!()
-    };
+    let (epoch, put) = next_put(&mut watch).await;
     assert_eq!((epoch, put.id.as_str()), (second.epoch, "b"));
-
-    registry
-        .keep_alive(beat("b", second.lease, MemberState::Ready, 0))
-        .await
-        .unwrap();
-    let Update {
-        epoch,
-        event: Event::Put(put),
-    } = next(&mut watch).await
-    else {
-        panic!()
-    };
-    assert_eq!(put.state(), MemberState::Ready);
-    assert!(epoch > second.epoch, "a state change is a new epoch");
-    assert_eq!(
-        put.epoch, second.epoch,
-        "a member keeps the epoch it joined in"
-    );
-
-    let renewal = registry
-        .keep_alive(beat("b", second.lease, MemberState::Ready, 3))
-        .await
-        .unwrap();
-    assert_eq!(
-        (renewal.epoch, renewal.drain),
-        (epoch, false),
-        "load alone is no new epoch"
-    );
-    let Update {
-        event: Event::Put(put),
-        ..
-    } = next(&mut watch).await
-    else {
-        panic!()
-    };
-    assert_eq!(put.load.unwrap().queued, 3);
 
     registry.deregister("b", second.lease).await.unwrap();
     let update = next(&mut watch).await;
     assert_eq!(update.event, Event::Removed("b".to_owned()));
     assert!(update.epoch > epoch);
+}
+
+async fn a_state_is_a_new_epoch_and_load_alone_is_not(setup: Setup) {
+    let registry = setup.registry;
+    let grant = registry.register(member("a"), TTL).await.unwrap();
+    let mut watch = registry.watch().await.unwrap();
+    next(&mut watch).await;
+    registry
+        .keep_alive(beat("a", grant.lease, MemberState::Ready, 0))
+        .await
+        .unwrap();
+    let (epoch, put) = next_put(&mut watch).await;
+    assert_eq!(put.state(), MemberState::Ready);
+    assert!(epoch > grant.epoch);
+    assert_eq!(
+        put.epoch, grant.epoch,
+        "a member keeps the epoch it joined in"
+    );
+
+    let renewal = registry
+        .keep_alive(beat("a", grant.lease, MemberState::Ready, 3))
+        .await
+        .unwrap();
+    assert_eq!((renewal.epoch, renewal.drain), (epoch, false));
+    let (_, put) = next_put(&mut watch).await;
+    assert_eq!(put.load.unwrap().queued, 3);
 }
 
 async fn a_lost_lease_is_not_found_and_ending_it_is_harmless(setup: Setup) {
@@ -280,7 +274,7 @@ async fn a_lagging_watcher_gets_a_fresh_snapshot(setup: Setup) {
                 fresh = true;
                 members
             }
-            Event::Put(member) => vec![member],
+            Event::Put(member) => vec![*member],
             Event::Removed(id) => panic!("{id} removed"),
         };
         let queued = members[0].load.unwrap().queued;
@@ -362,6 +356,7 @@ macro_rules! suite {
 
 suite! {
     a_watch_starts_with_everything_and_follows_in_order
+    a_state_is_a_new_epoch_and_load_alone_is_not
     a_lost_lease_is_not_found_and_ending_it_is_harmless
     a_silent_member_is_removed
     bad_records_are_refused_by_field

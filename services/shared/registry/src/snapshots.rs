@@ -46,7 +46,7 @@ impl Snapshot {
             _ if update.epoch < self.epoch => {}
             Event::Put(member) => {
                 self.epoch = update.epoch;
-                self.members.insert(member.id.clone(), member);
+                self.members.insert(member.id.clone(), *member);
             }
             Event::Removed(id) => {
                 self.epoch = update.epoch;

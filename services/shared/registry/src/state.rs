@@ -132,7 +132,7 @@ impl State {
                 lease,
                 epoch: self.epoch,
             },
-            self.update(Event::Put(member)),
+            self.update(Event::Put(Box::new(member))),
         ))
     }
 
@@ -165,7 +165,7 @@ impl State {
         record.member.load = Some(beat.load);
         let (member, drain) = (record.member.clone(), record.drain);
         self.epoch += u64::from(moved);
-        let update = changed.then(|| self.update(Event::Put(member)));
+        let update = changed.then(|| self.update(Event::Put(Box::new(member))));
         Ok((
             Renewal {
                 epoch: self.epoch,
@@ -209,7 +209,7 @@ impl State {
         record.member.set_state(MemberState::Draining);
         let member = record.member.clone();
         self.epoch += 1;
-        Ok(Some(self.update(Event::Put(member))))
+        Ok(Some(self.update(Event::Put(Box::new(member)))))
     }
 
     /// The full picture, as the first event of a watch.

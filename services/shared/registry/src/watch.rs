@@ -11,7 +11,7 @@ pub enum Event {
     /// Everything there is; forget what was before.
     Snapshot(Vec<Member>),
     /// This member is new or has changed.
-    Put(Member),
+    Put(Box<Member>),
     /// The member of this id is gone.
     Removed(String),
 }
@@ -29,7 +29,7 @@ impl From<Update> for v1::WatchResponse {
     fn from(update: Update) -> Self {
         let event = match update.event {
             Event::Snapshot(members) => watch_response::Event::Snapshot(v1::Snapshot { members }),
-            Event::Put(member) => watch_response::Event::Put(member),
+            Event::Put(member) => watch_response::Event::Put(*member),
             Event::Removed(id) => watch_response::Event::Removed(id),
         };
         Self {
@@ -44,7 +44,7 @@ impl Update {
     pub fn from_wire(response: v1::WatchResponse) -> Option<Self> {
         let event = match response.event? {
             watch_response::Event::Snapshot(snapshot) => Event::Snapshot(snapshot.members),
-            watch_response::Event::Put(member) => Event::Put(member),
+            watch_response::Event::Put(member) => Event::Put(Box::new(member)),
             watch_response::Event::Removed(id) => Event::Removed(id),
         };
         Some(Self {

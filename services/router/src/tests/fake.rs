@@ -1,0 +1,335 @@
+//! Stages that follow a script. Each lives in a runtime of its own, so that ending the runtime is
+//! what SIGKILL is to a process: its sockets close, nothing is said.
+use std::{
+    collections::VecDeque,
+    pin::Pin,
+    sync::{Arc, Mutex},
+};
+
+use base::{Code, Failure, task::Tracker};
+use proto::{
+    names,
+    v1::{
+        Bucket, DenoiseDone, DenoiseImage, DenoiseQueued, DenoiseRequest, DenoiseResponse,
+        DenoiseStarted, DenoiseStep, ModelInfo, PrefillDone, PrefillRequest, PrefillResponse,
+        PrefixHandle, PrefixRow,
+        ar_stage_service_server::{ArStageService, ArStageServiceServer},
+        denoise_response::Event as Denoised,
+        dit_worker_service_server::{DitWorkerService, DitWorkerServiceServer},
+        prefill_response::Event as Prefilled,
+        prefix_row::Kind,
+    },
+};
+use registry::{JoinOptions, Load, Member, MemberState, Membership, Role};
+use tokio::{
+    runtime::Runtime,
+    sync::{Semaphore, mpsc, watch},
+};
+use tokio_stream::{Stream, wrappers::ReceiverStream};
+use tonic::{Request, Response, Status};
+
+use super::Cluster;
+
+/// What a stage does with one call.
+#[derive(Debug, Clone)]
+pub(crate) enum Act {
+    /// Its work.
+    Work,
+    /// Refuses.
+    Refuse(Failure),
+    /// Takes the call and says nothing until told to go on.
+    Hang,
+    /// Ends its stream without a result.
+    Silence,
+}
+
+/// What the test holds of a stage.
+#[derive(Debug, Clone)]
+pub(crate) struct Script {
+    /// One act a call; [`Act::Work`] when empty.
+    pub(crate) acts: Arc<Mutex<VecDeque<Act>>>,
+    /// Denoise steps that may be made.
+    pub(crate) steps: Arc<Semaphore>,
+    /// Calls so far.
+    pub(crate) calls: Arc<watch::Sender<usize>>,
+    /// Calls whose stream the other side dropped.
+    pub(crate) dropped: Arc<watch::Sender<usize>>,
+    /// The last prefill request.
+    pub(crate) seen: Arc<Mutex<Option<PrefillRequest>>>,
+}
+
+impl Script {
+    pub(crate) fn new(acts: impl IntoIterator<Item = Act>) -> Self {
+        Self {
+            acts: Arc::new(Mutex::new(acts.into_iter().collect())),
+            steps: Arc::new(Semaphore::new(1_000_000)),
+            calls: Arc::new(watch::channel(0).0),
+            dropped: Arc::new(watch::channel(0).0),
+            seen: Arc::default(),
+        }
+    }
+
+    /// Only so many steps, then it waits.
+    pub(crate) fn paced(steps: usize) -> Self {
+        Self {
+            steps: Arc::new(Semaphore::new(steps)),
+            ..Self::new([])
+        }
+    }
+
+    fn act(&self) -> Act {
+        self.calls.send_modify(|calls| *calls += 1);
+        self.acts.lock().unwrap().pop_front().unwrap_or(Act::Work)
+    }
+
+    pub(crate) fn calls(&self) -> usize {
+        *self.calls.borrow()
+    }
+
+    /// Waits until the other side has dropped a stream.
+    pub(crate) async fn dropped(&self) {
+        let mut dropped = self.dropped.subscribe();
+        super::bounded(dropped.wait_for(|count| *count > 0))
+            .await
+            .unwrap();
+    }
+
+    /// Waits until a call has come.
+    pub(crate) async fn called(&self) {
+        let mut calls = self.calls.subscribe();
+        super::bounded(calls.wait_for(|count| *count > 0))
+            .await
+            .unwrap();
+    }
+}
+
+pub(crate) fn model() -> ModelInfo {
+    ModelInfo {
+        name: "tiny".into(),
+        weights_id: "weights".into(),
+        buckets: vec![
+            Bucket {
+                ratio_index: 0,
+                height: 64,
+                width: 64,
+            },
+            Bucket {
+                ratio_index: 1,
+                height: 32,
+                width: 128,
+            },
+        ],
+        default_steps: 4,
+        default_guidance: 5.0,
+        default_template: "instruct".into(),
+        pixels_per_token: 16,
+        max_sequence_tokens: 1_024,
+        ..ModelInfo::default()
+    }
+}
+
+/// A registered stage. `None` once killed.
+pub(crate) struct Stage(Option<Runtime>);
+
+impl Stage {
+    /// Ends it without a word. Its lease stays.
+    pub(crate) fn kill(&mut self) {
+        if let Some(runtime) = self.0.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// Starts a stage and joins it to the cluster. Ids order the members.
+pub(crate) async fn join(cluster: &Cluster, role: Role, id: &str, script: &Script) -> Stage {
+    join_model(cluster, role, id, script, model()).await
+}
+
+pub(crate) async fn join_model(
+    cluster: &Cluster,
+    role: Role,
+    id: &str,
+    script: &Script,
+    model: ModelInfo,
+) -> Stage {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_all()
+        .build()
+        .unwrap();
+    let (registry, script) = (cluster.registry_address(), script.clone());
+    let id = id.to_owned();
+    let joined = runtime.spawn(async move {
+        let listener = proto::server::bind("127.0.0.1:0", "listen").await.unwrap();
+        let endpoint = format!("http://{}", listener.local_addr().unwrap());
+        let name = if role == Role::ArStage {
+            names::AR_STAGE
+        } else {
+            names::DIT_WORKER
+        };
+        let (mut routes, _health) = proto::server::routes(&[name]).await.unwrap();
+        match role {
+            Role::ArStage => routes.add_service(ArStageServiceServer::new(script)),
+            _ => routes.add_service(DitWorkerServiceServer::new(script)),
+        };
+        let member = Member {
+            id,
+            role: role.into(),
+            endpoint,
+            state: MemberState::Ready.into(),
+            model: Some(model),
+            load: Some(Load {
+                running: 0,
+                queued: 0,
+                capacity: 4,
+            }),
+            ..Member::default()
+        };
+        let registry = Arc::new(registry::Remote::new(&registry).unwrap());
+        let joined = Membership::join(registry, member, JoinOptions::default())
+            .await
+            .unwrap();
+        (listener, routes, joined)
+    });
+    let (listener, routes, joined) = joined.await.unwrap();
+    runtime.spawn(async move {
+        let _joined = joined;
+        proto::server::serve(listener, routes, std::future::pending()).await
+    });
+    Stage(Some(runtime))
+}
+
+impl Cluster {
+    fn registry_address(&self) -> String {
+        self.address.clone()
+    }
+}
+
+type Answers<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+fn answer<T: Send + 'static>(answers: mpsc::Receiver<Result<T, Status>>) -> Response<Answers<T>> {
+    Response::new(Box::pin(ReceiverStream::new(answers)))
+}
+
+#[tonic::async_trait]
+impl ArStageService for Script {
+    type PrefillStream = Answers<PrefillResponse>;
+
+    async fn prefill(
+        &self,
+        request: Request<PrefillRequest>,
+    ) -> Result<Response<Self::PrefillStream>, Status> {
+        let request = request.into_inner();
+        *self.seen.lock().unwrap() = Some(request.clone());
+        let (tx, rx) = mpsc::channel(4);
+        match self.act() {
+            Act::Refuse(failure) => return Err(proto::status::status(&failure)),
+            Act::Silence => return Ok(answer(rx)),
+            Act::Hang => {
+                let script = self.clone();
+                Tracker::new().spawn(async move {
+                    tx.closed().await;
+                    script.dropped.send_modify(|count| *count += 1);
+                });
+                return Ok(answer(rx));
+            }
+            Act::Work => {}
+        }
+        let row = |kind: Kind| PrefixRow {
+            kind: kind.into(),
+            prefix: Some(PrefixHandle {
+                tokens: 9,
+                ..PrefixHandle::default()
+            }),
+        };
+        let mut rows = vec![row(Kind::Cond)];
+        rows.extend(request.negative_row.then(|| row(Kind::Uncond)));
+        let done = PrefillDone {
+            rows,
+            prefill_ms: 1.0,
+            publish_ms: 2.0,
+        };
+        let event = Some(Prefilled::Done(done));
+        tx.send(Ok(PrefillResponse { event })).await.unwrap();
+        Ok(answer(rx))
+    }
+}
+
+#[tonic::async_trait]
+impl DitWorkerService for Script {
+    type DenoiseStream = Answers<DenoiseResponse>;
+
+    async fn denoise(
+        &self,
+        request: Request<DenoiseRequest>,
+    ) -> Result<Response<Self::DenoiseStream>, Status> {
+        let request = request.into_inner();
+        let (tx, rx) = mpsc::channel(1);
+        let act = self.act();
+        match act {
+            Act::Refuse(failure) => return Err(proto::status::status(&failure)),
+            Act::Silence => return Ok(answer(rx)),
+            Act::Hang | Act::Work => {}
+        }
+        let script = self.clone();
+        Tracker::new().spawn(async move {
+            let work = async {
+                if matches!(act, Act::Hang) {
+                    std::future::pending::<()>().await;
+                }
+                script.work(&tx, &request).await;
+            };
+            tokio::select! {
+                () = work => {}
+                () = tx.closed() => script.dropped.send_modify(|count| *count += 1),
+            }
+        });
+        Ok(answer(rx))
+    }
+}
+
+impl Script {
+    async fn work(
+        &self,
+        tx: &mpsc::Sender<Result<DenoiseResponse, Status>>,
+        request: &DenoiseRequest,
+    ) {
+        let send = |event| async {
+            let _ = tx.send(Ok(DenoiseResponse { event: Some(event) })).await;
+        };
+        send(Denoised::Queued(DenoiseQueued { ahead: 1 })).await;
+        send(Denoised::Started(DenoiseStarted {
+            transfer_ms: 3.0,
+            transfer_bytes: 4_096,
+            transport: "posix".into(),
+        }))
+        .await;
+        for step in 1..=request.steps {
+            self.steps.acquire().await.unwrap().forget();
+            send(Denoised::Step(DenoiseStep {
+                step,
+                steps: request.steps,
+            }))
+            .await;
+        }
+        let png = request.seed.to_le_bytes().to_vec();
+        let (width, height) = (request.width, request.height);
+        send(Denoised::Image(DenoiseImage { width, height, png })).await;
+        send(Denoised::Done(DenoiseDone {
+            denoise_ms: 5.0,
+            decode_ms: 6.0,
+        }))
+        .await;
+    }
+}
+
+/// An outage in a stage's own words.
+pub(crate) fn away() -> Act {
+    Act::Refuse(Failure::new(Code::Unavailable, "leaving"))
+}
