@@ -95,11 +95,15 @@ async fn read(
     deadline: Deadline,
 ) -> Result<Read, TransferError> {
     let mut payload = room(manifest.bytes)?;
-    let mut ranges = vec![0..payload.len()];
+    let whole = 0..payload.len();
+    let mut ranges = vec![whole];
     let mut repaired_chunks = 0;
     let manifest = std::sync::Arc::new(manifest);
     for _ in 0..limits::MAX_CHUNK_READS {
-        let (buffer, landed) = inner.engine.get(remote, payload, ranges, deadline).await?;
+        let (buffer, landed) = inner
+            .engine
+            .get_parts(remote, payload, ranges, deadline)
+            .await?;
         let of = std::sync::Arc::clone(&manifest);
         let check = move || (of.bad_chunks(&buffer), buffer);
         let checked = tokio::task::spawn_blocking(check).await;

@@ -208,13 +208,27 @@ impl Engine {
         Ok(landed)
     }
 
-    /// Reads `ranges` of `remote` into the same offsets of `buffer`, and gives the buffer back.
+    /// Fills `buffer` from the start of `remote` and gives it back.
     ///
     /// Dropping the future stops the transfer; the buffer lives on until UCX is done with it.
     ///
     /// # Errors
     /// As [`Self::put`]; the buffer is lost then.
     pub async fn get(
+        &self,
+        remote: &Remote,
+        buffer: Vec<u8>,
+        deadline: Deadline,
+    ) -> Result<(Vec<u8>, Landed), TransferError> {
+        let whole = 0..buffer.len();
+        self.get_parts(remote, buffer, vec![whole], deadline).await
+    }
+
+    /// Reads `ranges` of `remote` into the same offsets of `buffer`, and gives the buffer back.
+    ///
+    /// # Errors
+    /// As [`Self::get`].
+    pub async fn get_parts(
         &self,
         remote: &Remote,
         buffer: Vec<u8>,

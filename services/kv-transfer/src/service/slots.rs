@@ -76,6 +76,8 @@ pub(super) struct SlotTable {
     next_generation: u64,
     next_lease: u64,
     quarantine: Duration,
+    /// Nothing expires before this; `None` when nothing can expire.
+    next_end: Option<Instant>,
 }
 
 impl SlotTable {
@@ -89,6 +91,7 @@ impl SlotTable {
             next_generation: first,
             next_lease: first,
             quarantine,
+            next_end: None,
         }
     }
 
@@ -137,6 +140,7 @@ impl SlotTable {
             abandoned: false,
         };
         self.slots.insert(slot, entry);
+        self.ends_at(now + ttl);
         Ok(Grant {
             key: LeaseKey {
                 slot,
@@ -221,19 +225,14 @@ impl SlotTable {
                 receiver: true,
             },
         );
+        let (offset, bytes) = (slot.extent.start, slot.bytes);
+        self.ends_at(now + ttl);
         let key = LeaseKey {
             slot: number,
             generation,
             lease,
         };
-        Ok((
-            Grant {
-                key,
-                offset: slot.extent.start,
-                bytes: slot.bytes,
-            },
-            manifest,
-        ))
+        Ok((Grant { key, offset, bytes }, manifest))
     }
 
     /// Prolongs a lease; never shortens it.
@@ -266,6 +265,9 @@ impl SlotTable {
 
     /// Ends expired leases and gives rested memory back. Returns how many slots were freed.
     pub(super) fn reap(&mut self, now: Instant) -> usize {
+        if self.next_end.is_none_or(|end| now < end) {
+            return 0;
+        }
         let mut empty = vec![];
         for (&number, slot) in &mut self.slots {
             let before = slot.leases.len();
@@ -286,6 +288,11 @@ impl SlotTable {
             }
             rests
         });
+        let leases = self.slots.values().flat_map(|slot| slot.leases.values());
+        let ends = leases.map(|lease| lease.expiry);
+        self.next_end = ends
+            .chain(self.resting.iter().map(|resting| resting.until))
+            .min();
         empty.len()
     }
 
@@ -346,6 +353,7 @@ impl SlotTable {
         };
         // An unsealed slot was given up in the middle of its write.
         if slot.abandoned || slot.manifest.is_none() {
+            self.ends_at(now + self.quarantine);
             self.resting.push(Resting {
                 extent: slot.extent,
                 until: now + self.quarantine,
@@ -353,6 +361,10 @@ impl SlotTable {
         } else {
             self.pool.give(slot.extent);
         }
+    }
+
+    fn ends_at(&mut self, end: Instant) {
+        self.next_end = Some(self.next_end.map_or(end, |next| next.min(end)));
     }
 
     /// When memory comes free at the latest: the earliest end among rests and last leases.
@@ -389,3 +401,7 @@ fn next(counter: &mut u64) -> u64 {
     *counter += 1;
     value
 }
+
+#[cfg(test)]
+#[path = "slots_tests.rs"]
+mod tests;

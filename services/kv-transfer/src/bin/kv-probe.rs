@@ -1,0 +1,244 @@
+//! Tries a KV-transfer path between two processes: runs a bare node service, holds a prefix, or
+//! measures how fast prefixes move.
+#![allow(clippy::print_stdout, clippy::print_stderr)]
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use base::clock::millis_since;
+use base::{Fault as _, Shutdown};
+use clap::{Args, Parser, Subcommand};
+use kv::{KvDType, KvGeometry, PrefixIdentity};
+use kv_transfer::engine::{EngineConfig, Transport};
+use kv_transfer::{
+    ClientConfig, Host, KvClient, PublishRequest, Published, ServiceConfig, TransferError, service,
+};
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_check_response::ServingStatus;
+use tonic_health::pb::health_client::HealthClient;
+
+/// How often the service is asked whether it serves yet.
+const ANNOUNCE_INTERVAL: Duration = Duration::from_millis(20);
+
+/// One token of this shape has 64 KiB.
+const GEOMETRY: KvGeometry = KvGeometry {
+    layers: 32,
+    kv_heads: 8,
+    head_dim: 64,
+    dtype: KvDType::Bf16,
+};
+
+#[derive(Parser)]
+#[command(about = "Tries a KV-transfer path between two processes", version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Run a node service without a registry; prints its address once it serves.
+    Serve(Serve),
+    /// Publish a prefix, print "held", and keep it until killed.
+    Hold(Path),
+    /// Publish and fetch prefixes and print JSON lines with GB/s.
+    Bench(Bench),
+}
+
+#[derive(Args)]
+struct Wires {
+    /// shm or tcp; several may be given.
+    #[arg(long, required = true, value_delimiter = ',')]
+    transport: Vec<Transport>,
+    /// Network devices for tcp, for example lo.
+    #[arg(long)]
+    net_devices: Option<String>,
+}
+
+#[derive(Args)]
+struct Serve {
+    #[command(flatten)]
+    wires: Wires,
+    /// gRPC address.
+    #[arg(long, default_value = "127.0.0.1:0")]
+    listen: String,
+    /// Size of the registered pool.
+    #[arg(long, default_value_t = 256 << 20)]
+    pool_bytes: u64,
+    /// How long the memory of an expired slot rests.
+    #[arg(long, default_value_t = 5000)]
+    quarantine_ms: u64,
+    /// Bytes that one checksum covers.
+    #[arg(long, default_value_t = kv_transfer::limits::DEFAULT_CHUNK_BYTES)]
+    chunk_bytes: usize,
+}
+
+#[derive(Args)]
+struct Path {
+    #[command(flatten)]
+    wires: Wires,
+    /// Address of the node service.
+    #[arg(long)]
+    endpoint: String,
+    /// Tokens of 64 KiB in the prefix.
+    #[arg(long, default_value_t = 16)]
+    tokens: usize,
+    /// Time to live of the leases.
+    #[arg(long, default_value_t = 60_000)]
+    ttl_ms: u64,
+}
+
+#[derive(Args)]
+struct Bench {
+    #[command(flatten)]
+    path: Path,
+    /// Prefixes to move.
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+}
+
+fn main() -> ExitCode {
+    let runtime = match tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+    {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            eprintln!("kv-probe: cannot start: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let result = runtime.block_on(async {
+        match Cli::parse().command {
+            Command::Serve(args) => serve(args).await,
+            Command::Hold(args) => hold(args).await,
+            Command::Bench(args) => bench(args).await,
+        }
+    });
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("kv-probe: {error}");
+            ExitCode::from(error.code().exit_code())
+        }
+    }
+}
+
+async fn serve(args: Serve) -> Result<(), TransferError> {
+    let config = ServiceConfig {
+        quarantine: Duration::from_millis(args.quarantine_ms),
+        chunk_bytes: args.chunk_bytes,
+        ..ServiceConfig::new(engine(args.wires), args.pool_bytes)
+    };
+    let listener = proto::server::bind(&args.listen, "listen").await?;
+    let address = listener.local_addr().map_err(|source| TransferError::Io {
+        what: "read the listen address",
+        source,
+    })?;
+    let host = Host {
+        listener,
+        admin_listener: None,
+        advertise: format!("http://{address}"),
+        pool: "probe".into(),
+        registry: None,
+        metrics: telemetry::Metrics::new(&base::BuildInfo::default()),
+    };
+    let (shutdown, _signals) = Shutdown::on_signals().map_err(|source| TransferError::Io {
+        what: "listen for signals",
+        source,
+    })?;
+    let _announcement = base::task::spawn(announce(host.advertise.clone()));
+    service::run(config, host, shutdown).await
+}
+
+/// Prints the address once the service says that it serves.
+async fn announce(address: String) {
+    let Ok(channel) = proto::channel::lazy(&address) else {
+        return;
+    };
+    let mut health = HealthClient::new(channel);
+    loop {
+        let asked = HealthCheckRequest {
+            service: proto::names::KV_TRANSFER.into(),
+        };
+        match health.check(asked).await {
+            Ok(answer) if answer.get_ref().status() == ServingStatus::Serving => break,
+            _ => tokio::time::sleep(ANNOUNCE_INTERVAL).await,
+        }
+    }
+    println!("{address}");
+}
+
+async fn hold(args: Path) -> Result<(), TransferError> {
+    let (client, endpoint) = client(&args)?;
+    let held = publish(&client, &endpoint, args.tokens).await?;
+    println!("held slot {}", held.handle.slot);
+    std::future::pending::<()>().await;
+    drop(held);
+    Ok(())
+}
+
+async fn bench(args: Bench) -> Result<(), TransferError> {
+    let (client, endpoint) = client(&args.path)?;
+    for round in 0..args.rounds {
+        let start = base::clock::now();
+        let published = publish(&client, &endpoint, args.path.tokens).await?;
+        let publish_ms = millis_since(start);
+        let start = base::clock::now();
+        let fetched = client
+            .fetch(&published.handle, &GEOMETRY, "bench", "bench")
+            .await?;
+        let fetch_ms = millis_since(start);
+        let bytes = fetched.bytes;
+        println!(
+            "{{\"round\":{round},\"transport\":\"{}\",\"bytes\":{bytes},\
+             \"publish_ms\":{publish_ms:.3},\"publish_gb_s\":{:.3},\
+             \"fetch_ms\":{fetch_ms:.3},\"fetch_gb_s\":{:.3}}}",
+            fetched.transport,
+            rate(bytes, publish_ms),
+            rate(bytes, fetch_ms),
+        );
+        client.release(fetched.lease).await?;
+        client.release(published.lease).await?;
+    }
+    Ok(())
+}
+
+async fn publish(
+    client: &KvClient,
+    endpoint: &str,
+    tokens: usize,
+) -> Result<Published, TransferError> {
+    let request = PublishRequest {
+        request_id: "probe".into(),
+        identity: PrefixIdentity([1; 32]),
+        geometry: GEOMETRY,
+        tokens,
+        payload: vec![0x5a; GEOMETRY.prefix_bytes(tokens)],
+    };
+    client.publish(endpoint, request).await
+}
+
+fn client(args: &Path) -> Result<(KvClient, String), TransferError> {
+    let wires = Wires {
+        transport: args.wires.transport.clone(),
+        net_devices: args.wires.net_devices.clone(),
+    };
+    let config = ClientConfig {
+        ttl: Duration::from_millis(args.ttl_ms),
+        ..ClientConfig::new(engine(wires))
+    };
+    Ok((KvClient::new(config)?, args.endpoint.clone()))
+}
+
+fn engine(wires: Wires) -> EngineConfig {
+    EngineConfig {
+        transports: wires.transport,
+        net_devices: wires.net_devices,
+    }
+}
+
+/// GB/s. Both conversions lose nothing that a printed figure shows.
+fn rate(bytes: u64, ms: f64) -> f64 {
+    bytes as f64 / (ms * 1e6)
+}

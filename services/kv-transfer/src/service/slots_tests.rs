@@ -1,0 +1,325 @@
+use std::collections::BTreeSet;
+
+use base::clock::{Clock as _, ManualClock};
+use base::{Code, Fault as _};
+use kv::{KvDType, KvGeometry};
+use proptest::prelude::*;
+
+use super::*;
+
+const TTL: Duration = Duration::from_secs(10);
+const REST: Duration = Duration::from_secs(5);
+const FIRST: u64 = 77;
+const POOL: u64 = 16 * SLOT_ALIGN;
+const IDENTITY: PrefixIdentity = PrefixIdentity([3; 32]);
+
+fn table() -> (SlotTable, ManualClock) {
+    (SlotTable::new(POOL, FIRST, REST), ManualClock::new())
+}
+
+/// A manifest of `bytes` bytes, a multiple of 4.
+fn manifest(bytes: u64) -> Manifest {
+    let geometry = KvGeometry {
+        layers: 1,
+        kv_heads: 1,
+        head_dim: 1,
+        dtype: KvDType::Bf16,
+    };
+    let tokens = usize::try_from(bytes / 4).unwrap();
+    let payload = vec![0; geometry.prefix_bytes(tokens)];
+    Manifest::describe(IDENTITY, geometry, tokens, &payload, 4096).unwrap()
+}
+
+fn reserve(table: &mut SlotTable, clock: &ManualClock, bytes: u64) -> Grant {
+    table.reserve(clock.now(), bytes, TTL, "r").unwrap()
+}
+
+fn sealed(table: &mut SlotTable, clock: &ManualClock, bytes: u64) -> Grant {
+    let grant = reserve(table, clock, bytes);
+    table.seal(clock.now(), grant.key, manifest(bytes)).unwrap();
+    grant
+}
+
+fn pull(table: &mut SlotTable, clock: &ManualClock, key: LeaseKey) -> Result<Grant, TransferError> {
+    let pulled = table.pull(clock.now(), (key.slot, key.generation), IDENTITY, TTL);
+    pulled.map(|(grant, _)| grant)
+}
+
+#[test]
+fn a_request_that_never_fits_blames_bytes_and_one_that_does_not_fit_now_says_when() {
+    let (mut table, clock) = table();
+    for bytes in [0, POOL + 1, u64::MAX] {
+        let error = table.reserve(clock.now(), bytes, TTL, "r").unwrap_err();
+        assert_eq!(
+            (error.code(), error.field()),
+            (Code::InvalidArgument, Some("bytes"))
+        );
+    }
+    reserve(&mut table, &clock, POOL);
+    clock.advance(Duration::from_secs(4));
+    let error = table.reserve(clock.now(), 1, TTL, "r").unwrap_err();
+    assert_eq!(error.code(), Code::ResourceExhausted);
+    assert_eq!(error.retry_after(), Some(Duration::from_secs(6)));
+}
+
+#[test]
+fn a_slot_is_pulled_only_after_its_seal() {
+    let (mut table, clock) = table();
+    let grant = reserve(&mut table, &clock, 8);
+    let error = pull(&mut table, &clock, grant.key).unwrap_err();
+    assert_eq!(error.code(), Code::FailedPrecondition);
+    table.seal(clock.now(), grant.key, manifest(8)).unwrap();
+    assert_eq!(
+        pull(&mut table, &clock, grant.key).unwrap().offset,
+        grant.offset
+    );
+}
+
+#[test]
+fn a_repeated_seal_is_answered_again_and_a_different_one_is_refused() {
+    let (mut table, clock) = table();
+    let grant = sealed(&mut table, &clock, 8);
+    table.seal(clock.now(), grant.key, manifest(8)).unwrap();
+    let other = Manifest {
+        identity: PrefixIdentity([4; 32]),
+        ..manifest(8)
+    };
+    let error = table.seal(clock.now(), grant.key, other).unwrap_err();
+    assert_eq!(error.code(), Code::FailedPrecondition);
+}
+
+#[test]
+fn a_manifest_of_another_size_than_the_slot_is_refused() {
+    let (mut table, clock) = table();
+    let grant = reserve(&mut table, &clock, 8);
+    let error = table
+        .seal(clock.now(), grant.key, manifest(12))
+        .unwrap_err();
+    assert_eq!(
+        (error.code(), error.field()),
+        (Code::InvalidArgument, Some("bytes"))
+    );
+}
+
+#[test]
+fn another_identity_is_refused() {
+    let (mut table, clock) = table();
+    let key = sealed(&mut table, &clock, 8).key;
+    let other = PrefixIdentity([9; 32]);
+    let error = table
+        .pull(clock.now(), (key.slot, key.generation), other, TTL)
+        .unwrap_err();
+    assert_eq!(
+        (error.code(), error.field()),
+        (Code::FailedPrecondition, Some("identity"))
+    );
+}
+
+#[test]
+fn an_old_generation_is_refused_once_the_slot_is_recycled() {
+    let (mut table, clock) = table();
+    let old = sealed(&mut table, &clock, 8).key;
+    table.release(clock.now(), old);
+    let error = pull(&mut table, &clock, old).unwrap_err();
+    assert_eq!(error.code(), Code::NotFound);
+    let new = sealed(&mut table, &clock, 8).key;
+    assert_eq!(new.slot, old.slot, "the slot is reused at once");
+    let error = pull(&mut table, &clock, old).unwrap_err();
+    assert_eq!(
+        (error.code(), error.field()),
+        (Code::Aborted, Some("generation"))
+    );
+    let error = table.renew(clock.now(), old, TTL).unwrap_err();
+    assert_eq!(error.code(), Code::Aborted);
+    let error = table.seal(clock.now(), old, manifest(8)).unwrap_err();
+    assert_eq!(error.code(), Code::Aborted);
+}
+
+#[test]
+fn a_double_release_frees_nothing_of_others() {
+    let (mut table, clock) = table();
+    let grant = sealed(&mut table, &clock, 8);
+    let reader = pull(&mut table, &clock, grant.key).unwrap();
+    table.release(clock.now(), grant.key);
+    table.release(clock.now(), grant.key);
+    assert_eq!(table.leases(), 1);
+    assert!(table.used() > 0);
+    table.release(clock.now(), reader.key);
+    assert_eq!((table.used(), table.leases()), (0, 0));
+    let next = sealed(&mut table, &clock, 8);
+    table.release(clock.now(), reader.key);
+    assert_eq!(
+        pull(&mut table, &clock, next.key).unwrap().offset,
+        next.offset
+    );
+}
+
+#[test]
+fn the_memory_of_an_expired_slot_rests_before_it_is_reused() {
+    let (mut table, clock) = table();
+    sealed(&mut table, &clock, POOL / 4 * 4);
+    clock.advance(TTL);
+    assert_eq!(table.reap(clock.now()), 1);
+    assert_eq!((table.leases(), table.used()), (0, POOL));
+    let error = table.reserve(clock.now(), 8, TTL, "r").unwrap_err();
+    assert_eq!(error.retry_after(), Some(REST));
+    clock.advance(REST);
+    reserve(&mut table, &clock, POOL);
+}
+
+#[test]
+fn the_memory_of_an_abandoned_write_rests_even_when_released() {
+    let (mut table, clock) = table();
+    let grant = reserve(&mut table, &clock, POOL);
+    table.release(clock.now(), grant.key);
+    assert_eq!(table.used(), POOL);
+    clock.advance(REST);
+    table.reap(clock.now());
+    assert_eq!(table.used(), 0);
+}
+
+#[test]
+fn a_renewed_lease_outlives_its_first_term_and_is_never_shortened() {
+    let (mut table, clock) = table();
+    let grant = sealed(&mut table, &clock, 8);
+    clock.advance(TTL / 2);
+    table.renew(clock.now(), grant.key, TTL).unwrap();
+    table
+        .renew(clock.now(), grant.key, Duration::from_millis(50))
+        .unwrap();
+    clock.advance(TTL / 2 + Duration::from_secs(1));
+    pull(&mut table, &clock, grant.key).unwrap();
+    clock.advance(TTL);
+    assert_eq!(
+        pull(&mut table, &clock, grant.key).unwrap_err().code(),
+        Code::NotFound
+    );
+}
+
+#[test]
+fn leases_and_slots_are_bounded() {
+    let (mut table, clock) = table();
+    let grant = sealed(&mut table, &clock, 8);
+    for _ in 1..limits::MAX_LEASES_PER_SLOT {
+        pull(&mut table, &clock, grant.key).unwrap();
+    }
+    let error = pull(&mut table, &clock, grant.key).unwrap_err();
+    assert_eq!(error.code(), Code::ResourceExhausted);
+
+    let pool = SLOT_ALIGN * (limits::MAX_SLOTS as u64 + 1);
+    let mut table = SlotTable::new(pool, FIRST, REST);
+    for _ in 0..limits::MAX_SLOTS {
+        reserve(&mut table, &clock, 1);
+    }
+    let error = table.reserve(clock.now(), 1, TTL, "r").unwrap_err();
+    assert!(
+        matches!(error, TransferError::TooMany { what: "slots", .. }),
+        "{error}"
+    );
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    Reserve(u64),
+    Seal(prop::sample::Index),
+    Pull(prop::sample::Index),
+    Release(prop::sample::Index),
+    Renew(prop::sample::Index),
+    Wait(u64),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let pick = any::<prop::sample::Index>;
+    prop_oneof![
+        3 => (1..POOL).prop_map(|bytes| Step::Reserve(bytes.next_multiple_of(4))),
+        3 => pick().prop_map(Step::Seal),
+        3 => pick().prop_map(Step::Pull),
+        3 => pick().prop_map(Step::Release),
+        1 => pick().prop_map(Step::Renew),
+        2 => (0u64..8).prop_map(Step::Wait),
+    ]
+}
+
+/// Live and resting memory is disjoint, inside the pool, and all that is counted as used.
+fn assert_disjoint(table: &SlotTable) {
+    let live = table.slots.values().map(|slot| slot.extent);
+    let mut extents: Vec<Extent> = live.chain(table.resting.iter().map(|r| r.extent)).collect();
+    extents.sort_by_key(|extent| extent.start);
+    for pair in extents.windows(2) {
+        assert!(
+            pair[0].start + pair[0].len <= pair[1].start,
+            "{pair:?} overlap"
+        );
+    }
+    assert!(
+        extents
+            .last()
+            .is_none_or(|last| last.start + last.len <= table.capacity())
+    );
+    assert_eq!(
+        table.used(),
+        extents.iter().map(|extent| extent.len).sum::<u64>()
+    );
+}
+
+/// Runs one step; returns the generation it made, if any.
+fn apply(
+    table: &mut SlotTable,
+    clock: &ManualClock,
+    keys: &mut Vec<LeaseKey>,
+    step: &Step,
+) -> Option<u64> {
+    let now = clock.now();
+    let pick =
+        |index: &prop::sample::Index| (!keys.is_empty()).then(|| keys[index.index(keys.len())]);
+    match step {
+        Step::Reserve(bytes) => {
+            let grant = table.reserve(now, *bytes, TTL, "r").ok()?;
+            keys.push(grant.key);
+            return Some(grant.key.generation);
+        }
+        Step::Seal(index) => {
+            let key = pick(index)?;
+            let bytes = table.slots.get(&key.slot).map(|slot| slot.bytes);
+            let _ = table.seal(now, key, manifest(bytes.unwrap_or(8)));
+        }
+        Step::Pull(index) => {
+            let key = pick(index)?;
+            let named = (key.slot, key.generation);
+            if let Ok((grant, _)) = table.pull(now, named, IDENTITY, TTL) {
+                keys.push(grant.key);
+            }
+        }
+        Step::Release(index) => table.release(now, pick(index)?),
+        Step::Renew(index) => {
+            let _ = table.renew(now, pick(index)?, TTL);
+        }
+        Step::Wait(seconds) => clock.advance(Duration::from_secs(*seconds)),
+    }
+    None
+}
+
+proptest! {
+    /// Whatever callers do: slots never overlap, a generation never repeats, and once everyone is
+    /// gone the pool is whole again.
+    #[test]
+    fn slots_never_overlap_generations_never_repeat_and_usage_returns_to_zero(
+        steps in prop::collection::vec(step(), 1..120),
+    ) {
+        let (mut table, clock) = table();
+        let mut keys = vec![];
+        let mut generations = BTreeSet::new();
+        for step in &steps {
+            if let Some(generation) = apply(&mut table, &clock, &mut keys, step) {
+                prop_assert!(generations.insert(generation), "generation {} twice", generation);
+            }
+            assert_disjoint(&table);
+        }
+        clock.advance(TTL * 2);
+        table.reap(clock.now());
+        clock.advance(REST);
+        table.reap(clock.now());
+        prop_assert_eq!((table.used(), table.leases(), table.list().len()), (0, 0, 0));
+        prop_assert!(table.reserve(clock.now(), POOL, TTL, "r").is_ok());
+    }
+}

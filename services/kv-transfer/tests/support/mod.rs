@@ -1,0 +1,145 @@
+//! A node service in a process of its own, and prefixes to move through it.
+use std::io::{BufRead as _, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use kv::{KvDType, KvGeometry, PrefixIdentity};
+use kv_transfer::engine::{EngineConfig, Transport};
+use kv_transfer::{ClientConfig, KvClient, PublishRequest};
+use proto::v1;
+use proto::v1::kv_transfer_service_client::KvTransferServiceClient;
+use tonic::transport::Channel;
+
+pub(crate) const TRANSPORTS: [Transport; 2] = [Transport::Shm, Transport::Tcp];
+pub(crate) const MIB: u64 = 1 << 20;
+/// Bytes that one checksum covers in these tests.
+pub(crate) const CHUNK: usize = 64 << 10;
+/// Longest wait for something that must happen.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A process that dies with its handle.
+#[derive(Debug)]
+pub(crate) struct Process {
+    child: Child,
+    /// First line that it printed.
+    pub(crate) line: String,
+}
+
+impl Process {
+    /// Starts `kv-probe` and waits for its first line.
+    pub(crate) fn probe(args: &[String]) -> Self {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_kv-probe"))
+            .args(args)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap())
+            .read_line(&mut line)
+            .unwrap();
+        assert!(!line.is_empty(), "kv-probe {args:?} ended without a word");
+        Self {
+            child,
+            line: line.trim().to_owned(),
+        }
+    }
+
+    /// SIGKILL.
+    pub(crate) fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A node service in another process.
+#[derive(Debug)]
+pub(crate) struct Node {
+    pub(crate) process: Process,
+    pub(crate) endpoint: String,
+}
+
+impl Node {
+    pub(crate) fn start(transport: Transport, pool_bytes: u64) -> Self {
+        let args = [
+            "serve".to_owned(),
+            format!("--transport={transport}"),
+            format!("--pool-bytes={pool_bytes}"),
+            format!("--chunk-bytes={CHUNK}"),
+            "--quarantine-ms=1500".to_owned(),
+        ];
+        let process = Process::probe(&args);
+        let endpoint = process.line.clone();
+        Self { process, endpoint }
+    }
+
+    pub(crate) fn stub(&self) -> KvTransferServiceClient<Channel> {
+        KvTransferServiceClient::new(proto::channel::lazy(&self.endpoint).unwrap())
+    }
+
+    pub(crate) async fn list(&self) -> v1::ListSlotsResponse {
+        self.stub()
+            .list(v1::ListSlotsRequest {})
+            .await
+            .unwrap()
+            .into_inner()
+    }
+
+    /// Waits until the whole pool can be given out again.
+    pub(crate) async fn wait_until_empty(&self) {
+        let empty = async {
+            while self.list().await.used_bytes > 0 {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        };
+        tokio::time::timeout(PATIENCE, empty)
+            .await
+            .expect("the pool was not reclaimed");
+    }
+}
+
+pub(crate) fn client(transport: Transport) -> KvClient {
+    KvClient::new(ClientConfig::only(transport)).unwrap()
+}
+
+/// A client whose leases are short.
+pub(crate) fn hasty_client(transport: Transport, ttl: Duration) -> KvClient {
+    KvClient::new(ClientConfig {
+        ttl,
+        ..ClientConfig::only(transport)
+    })
+    .unwrap()
+}
+
+pub(crate) fn config(transport: Transport) -> EngineConfig {
+    EngineConfig::only(transport)
+}
+
+/// A geometry of `4 * heads` bytes a token.
+pub(crate) fn geometry(heads: usize) -> KvGeometry {
+    KvGeometry {
+        layers: 1,
+        kv_heads: heads,
+        head_dim: 1,
+        dtype: KvDType::Bf16,
+    }
+}
+
+/// A prefix of `4 * heads * tokens` bytes.
+pub(crate) fn prefix(heads: usize, tokens: usize) -> PublishRequest {
+    let bytes = geometry(heads).prefix_bytes(tokens);
+    let byte = |i: usize| (i.wrapping_mul(37) ^ (i >> 9)) as u8;
+    PublishRequest {
+        request_id: "conformance".into(),
+        identity: PrefixIdentity([7; 32]),
+        geometry: geometry(heads),
+        tokens,
+        payload: (0..bytes).map(byte).collect(),
+    }
+}
