@@ -18,7 +18,7 @@ use super::simd::{
 use super::workspace::{Scratch, scratch};
 
 /// Keys per tile.
-const KEYS: usize = 128;
+const KEYS: usize = 256;
 /// Query rows (queries times query heads of a group) per tile, for heads of up to 128 elements.
 const QUERY_ROWS: usize = 192;
 /// Half a panel; the last panel of a head may be this narrow.
@@ -78,7 +78,8 @@ impl HeadShape {
     /// Scratch elements of one thread.
     pub(crate) fn scratch_elements(&self) -> usize {
         let rows = self.tile_queries() * self.group();
-        rows * (self.blocks() * STRIDE + STRIDE + self.padded() + 2)
+        rows * (self.blocks() * STRIDE + self.padded() + 2)
+            + tile::MAX_ROWS * STRIDE
             + KEYS * (self.dim + self.padded())
     }
 
@@ -191,7 +192,7 @@ fn by_head(core: &Core<'_>, tiles: &[QueryTile<'_>], out: &mut [f32]) {
 struct Buffers {
     /// Scaled queries `[block][row][STRIDE]`.
     q: Scratch,
-    /// Scores, then probabilities `[row][STRIDE]`.
+    /// Scores, then probabilities, of the rows of one call: `[row][STRIDE]`.
     p: Scratch,
     /// Running outputs `[row][padded]`.
     o: Scratch,
@@ -208,7 +209,7 @@ impl Buffers {
         let rows = shape.tile_queries() * shape.group();
         Self {
             q: scratch(shape.blocks() * rows * STRIDE),
-            p: scratch(rows * STRIDE),
+            p: scratch(tile::MAX_ROWS * STRIDE),
             o: scratch(rows * shape.padded()),
             state: scratch(rows * 2),
             k: scratch(KEYS * shape.dim),
@@ -232,9 +233,14 @@ impl Core<'_> {
             for first in (0..task.tile.most_visible()).step_by(KEYS) {
                 let count = KEYS.min(task.tile.most_visible() - first);
                 self.pack_keys(task.tile, head, first..first + count, buffers);
-                self.scores(task.tile, count, buffers);
-                self.soften(task.tile, first, count, buffers);
-                self.values(task.tile, count, buffers);
+                let rows = self.rows(task.tile);
+                for row in (0..rows).step_by(tile::rows_per_call()) {
+                    // A few rows at a time, so that their scores stay in the first-level cache.
+                    let block = row..(row + tile::rows_per_call()).min(rows);
+                    self.scores(rows, block.clone(), count, buffers);
+                    self.soften(task.tile, block.clone(), first, count, buffers);
+                    self.values(block, count, buffers);
+                }
             }
             self.finish(task, head, buffers);
         }
@@ -323,13 +329,9 @@ impl Core<'_> {
         (self.shape.padded() - panel * PANEL).min(PANEL)
     }
 
-    /// `p[row][key] = q[row] . k[key]`.
-    fn scores(&self, tile: &QueryTile<'_>, count: usize, buffers: &mut Buffers) {
-        let (dim, rows) = (self.shape.dim, self.rows(tile));
-        let per_call = tile::rows_per_call();
-        for row in buffers.p[..rows * STRIDE].chunks_exact_mut(STRIDE) {
-            row[..count.next_multiple_of(PANEL)].fill(0.0);
-        }
+    /// `p[row][key] = q[row] . k[key]` for a block of all `rows`.
+    fn scores(&self, rows: usize, block: Range<usize>, count: usize, buffers: &mut Buffers) {
+        let dim = self.shape.dim;
         for (panel, keys) in buffers
             .k
             .chunks(PANEL * dim)
@@ -337,32 +339,40 @@ impl Core<'_> {
             .enumerate()
         {
             let keys = keys.as_chunks::<PANEL>().0;
-            for (block, keys) in keys.chunks(KC).enumerate() {
-                let q = &buffers.q[block * rows * STRIDE..];
-                for first in (0..rows).step_by(per_call) {
-                    let data = &mut buffers.p[first * STRIDE + panel * PANEL..];
-                    let rows = per_call.min(rows - first);
-                    let tile = Tile {
-                        data,
-                        stride: STRIDE,
-                        rows,
-                    };
-                    tile::multiply_add(&q[first * STRIDE..], keys, tile);
-                }
+            for (part, keys) in keys.chunks(KC).enumerate() {
+                let q = &buffers.q[(part * rows + block.start) * STRIDE..];
+                let data = &mut buffers.p[panel * PANEL..];
+                let tile = Tile {
+                    data,
+                    stride: STRIDE,
+                    rows: block.len(),
+                    add: part > 0,
+                };
+                tile::multiply_add(q, keys, tile);
             }
         }
     }
 
     /// Scores to probabilities relative to the running maximum; rescales the running sum and output.
-    fn soften(&self, tile: &QueryTile<'_>, first: usize, count: usize, buffers: &mut Buffers) {
-        let (group, rows, padded) = (self.shape.group(), self.rows(tile), self.shape.padded());
+    fn soften(
+        &self,
+        tile: &QueryTile<'_>,
+        block: Range<usize>,
+        first: usize,
+        count: usize,
+        buffers: &mut Buffers,
+    ) {
+        let (group, padded) = (self.shape.group(), self.shape.padded());
         let Buffers { p, o, state, .. } = buffers;
+        let (o, state) = (
+            &mut o[block.start * padded..],
+            &mut state[2 * block.start..],
+        );
         simd::run(
             #[inline(always)]
             || {
-                let p = p[..rows * STRIDE].chunks_exact_mut(STRIDE);
                 let rest = o.chunks_exact_mut(padded).zip(state.chunks_exact_mut(2));
-                for (row, (p, (o, state))) in p.zip(rest).enumerate() {
+                for (row, (p, (o, state))) in block.zip(p.chunks_exact_mut(STRIDE).zip(rest)) {
                     let visible = tile.visible(row / group).saturating_sub(first).min(count);
                     soften_row(&mut p[..count], visible, o, state);
                 }
@@ -371,25 +381,22 @@ impl Core<'_> {
     }
 
     /// `o[row] += p[row][key] * v[key]`.
-    fn values(&self, tile: &QueryTile<'_>, count: usize, buffers: &mut Buffers) {
-        let (rows, padded) = (self.rows(tile), self.shape.padded());
-        let per_call = tile::rows_per_call();
+    fn values(&self, block: Range<usize>, count: usize, buffers: &mut Buffers) {
+        let padded = self.shape.padded();
         for column in (0..padded).step_by(PANEL) {
             let width = self.panel_width(column / PANEL);
             let panel = &buffers.v[column * count..][..width * count];
-            for first in (0..rows).step_by(per_call) {
-                let data = &mut buffers.o[first * padded + column..];
-                let tile = Tile {
-                    data,
-                    stride: padded,
-                    rows: per_call.min(rows - first),
-                };
-                let p = &buffers.p[first * STRIDE..];
-                if width == PANEL {
-                    tile::multiply_add(p, panel.as_chunks::<PANEL>().0, tile);
-                } else {
-                    tile::multiply_add(p, panel.as_chunks::<HALF>().0, tile);
-                }
+            let data = &mut buffers.o[block.start * padded + column..];
+            let tile = Tile {
+                data,
+                stride: padded,
+                rows: block.len(),
+                add: true,
+            };
+            if width == PANEL {
+                tile::multiply_add(&buffers.p, panel.as_chunks::<PANEL>().0, tile);
+            } else {
+                tile::multiply_add(&buffers.p, panel.as_chunks::<HALF>().0, tile);
             }
         }
     }

@@ -231,6 +231,7 @@ fn panel_product<P: tile::PanelRow>(
                     data,
                     stride: width,
                     rows: count,
+                    add: true,
                 },
             );
             continue;
@@ -247,6 +248,7 @@ fn panel_product<P: tile::PanelRow>(
                 data: &mut buffer,
                 stride: PANEL,
                 rows: count,
+                add: true,
             },
         );
         for (i, row) in buffer.chunks_exact(PANEL).take(count).enumerate() {

@@ -168,6 +168,9 @@ fn rotate_norm(
     let (out_low, out_high) = out.split_at_mut(half);
     let (cos_low, cos_high) = cos.split_at(half);
     let (sin_low, sin_high) = sin.split_at(half);
+    // Equal lengths, known to the compiler.
+    let (high, out_low, out_high) = (&high[..half], &mut out_low[..half], &mut out_high[..half]);
+    let (cos_high, sin_high) = (&cos_high[..half], &sin_high[..half]);
     for i in 0..half {
         out_low[i] = low[i] * cos_low[i] - high[i] * sin_low[i];
         out_high[i] = high[i] * cos_high[i] + low[i] * sin_high[i];

@@ -42,24 +42,33 @@ pub(crate) fn gelu_tanh(x: f32) -> f32 {
 }
 
 /// Lanes of the reductions below; a fixed number, so that every vector unit sums in the same order.
-const LANES: usize = 32;
+const LANES: usize = 16;
 
+/// Combines the lanes pairwise: 16, 8, 4, 2, 1.
 #[inline(always)]
-fn fold(mut lanes: [f32; LANES]) -> f32 {
-    let mut width = LANES / 2;
-    while width > 0 {
-        for i in 0..width {
-            lanes[i] += lanes[i + width];
-        }
-        width /= 2;
-    }
-    lanes[0]
+fn fold(x: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
+    let x: [f32; 8] = std::array::from_fn(
+        #[inline(always)]
+        |i| f(x[i], x[i + 8]),
+    );
+    let x: [f32; 4] = std::array::from_fn(
+        #[inline(always)]
+        |i| f(x[i], x[i + 4]),
+    );
+    f(f(x[0], x[2]), f(x[1], x[3]))
 }
 
-/// `sum f(x[i])` in a fixed order.
+/// Accumulates `f(lane, x[i])` in 16 lanes from `start`, then combines the lanes with `join`.
+///
+/// Elements whose `f` leaves a lane as it is may be appended without changing the result.
 #[inline(always)]
-pub(crate) fn sum_by(x: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
-    let mut lanes = [0f32; LANES];
+fn reduce(
+    x: &[f32],
+    start: f32,
+    f: impl Fn(f32, f32) -> f32,
+    join: impl Fn(f32, f32) -> f32,
+) -> f32 {
+    let mut lanes = [start; LANES];
     let (chunks, rest) = x.as_chunks::<LANES>();
     for chunk in chunks {
         for i in 0..LANES {
@@ -69,28 +78,69 @@ pub(crate) fn sum_by(x: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
     for (lane, &v) in lanes.iter_mut().zip(rest) {
         *lane = f(*lane, v);
     }
-    fold(lanes)
+    fold(lanes, join)
 }
 
-/// Largest element; negative infinity for an empty slice.
+/// Folds `f` over the elements from zero in a fixed order; `f` must add something to its first argument.
+#[inline(always)]
+pub(crate) fn sum_by(x: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
+    reduce(
+        x,
+        0.0,
+        f,
+        #[inline(always)]
+        |a, b| a + b,
+    )
+}
+
+#[inline(always)]
+fn larger(a: f32, b: f32) -> f32 {
+    if b > a { b } else { a }
+}
+
+/// Largest element; negative infinity for an empty slice. NaN is passed over.
 #[inline(always)]
 pub(crate) fn max(x: &[f32]) -> f32 {
-    let mut lanes = [f32::NEG_INFINITY; LANES];
-    let (chunks, rest) = x.as_chunks::<LANES>();
-    for chunk in chunks {
-        for i in 0..LANES {
-            lanes[i] = if chunk[i] > lanes[i] {
-                chunk[i]
-            } else {
-                lanes[i]
-            };
+    reduce(x, f32::NEG_INFINITY, larger, larger)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Error of `got` in units of the last place of `want`.
+    fn ulps(got: f32, want: f64) -> f64 {
+        let ulp = f64::from(f32::from_bits((want as f32).to_bits() + 1)) - f64::from(want as f32);
+        (f64::from(got) - want).abs() / ulp
+    }
+
+    #[test]
+    fn exp_is_within_one_and_a_half_ulp() {
+        let mut worst = 0f64;
+        for i in 0..2_000_000 {
+            let x = -87.3 + (i as f32) * (175.6 / 2_000_000.0);
+            worst = worst.max(ulps(exp(x), libm::exp(f64::from(x))));
+        }
+        assert!(worst <= 1.5, "{worst}");
+    }
+
+    #[test]
+    fn exp_has_its_limits() {
+        assert_eq!(exp(0.0).to_bits(), 1f32.to_bits());
+        assert_eq!(exp(f32::NEG_INFINITY).to_bits(), 0f32.to_bits());
+        assert_eq!(exp(-200.0).to_bits(), 0f32.to_bits());
+        assert!(exp(1e9) > 1e38 && exp(f32::INFINITY) > 1e38);
+        assert!(exp(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn sums_and_maxima_are_those_of_the_elements() {
+        for n in [0usize, 1, 7, 16, 31, 32, 33, 100] {
+            let x: Vec<f32> = (0..n).map(|i| ((i * 37) % 101) as f32 - 50.0).collect();
+            let sum: f32 = x.iter().sum();
+            assert!((sum_by(&x, |a, v| a + v) - sum).abs() < 1e-3);
+            let largest = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            assert_eq!(max(&x).to_bits(), largest.to_bits());
         }
     }
-    for (lane, &v) in lanes.iter_mut().zip(rest) {
-        *lane = if v > *lane { v } else { *lane };
-    }
-    lanes
-        .iter()
-        .copied()
-        .fold(f32::NEG_INFINITY, |a, b| if b > a { b } else { a })
 }

@@ -43,6 +43,8 @@ pub(crate) struct Tile<'a> {
     pub(crate) stride: usize,
     /// Number of rows, at most [`rows_per_call`].
     pub(crate) rows: usize,
+    /// Whether the sums start from what the tile holds, or from zero.
+    pub(crate) add: bool,
 }
 
 /// Rows that one call handles on this CPU.
@@ -54,7 +56,7 @@ pub(crate) fn rows_per_call() -> usize {
     }
 }
 
-/// `c += a . b` for a tile; `a` holds rows [`STRIDE`] apart.
+/// `c += a . b` (or `c = a . b`) for a tile; `a` holds rows [`STRIDE`] apart.
 pub(crate) fn multiply_add<P: PanelRow>(a: &[f32], b: &[P], c: Tile<'_>) {
     let rows = c.rows;
     assert!((1..=rows_per_call()).contains(&rows) && b.len() <= KC);
@@ -62,9 +64,9 @@ pub(crate) fn multiply_add<P: PanelRow>(a: &[f32], b: &[P], c: Tile<'_>) {
     assert!(c.stride >= P::WIDTH && c.data.len() >= (rows - 1) * c.stride + P::WIDTH);
     #[cfg(target_arch = "x86_64")]
     match super::level() {
-        // SAFETY: the CPU has AVX-512 at this level, and the lengths were checked above.
+        // SAFETY: the CPU has AVX-512 at this level.
         Level::Avx512 => return unsafe { x86::avx512_rows(a, b, c) },
-        // SAFETY: the CPU has AVX2 and FMA at this level, and the lengths were checked above.
+        // SAFETY: the CPU has AVX2 and FMA at this level.
         Level::Avx2 => return unsafe { x86::avx2_rows(a, b, c) },
         Level::Base => {}
     }
@@ -75,6 +77,9 @@ pub(crate) fn multiply_add<P: PanelRow>(a: &[f32], b: &[P], c: Tile<'_>) {
 fn portable<P: PanelRow>(a: &[f32], b: &[P], c: Tile<'_>) {
     for r in 0..c.rows {
         let out = &mut c.data[r * c.stride..][..P::WIDTH];
+        if !c.add {
+            out.fill(0.0);
+        }
         for (&x, row) in a[r * STRIDE..].iter().zip(b) {
             for (j, o) in out.iter_mut().enumerate() {
                 *o = x.mul_add(row.get(j), *o);
@@ -185,8 +190,10 @@ mod x86 {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
     fn avx512<P: PanelRow, const M: usize, const V: usize>(a: &[f32], b: &[P], c: Tile<'_>) {
         const { assert!(M > 0 && P::WIDTH >= 16) };
+        // Equal lengths, known to the compiler: `x[r][k]` needs no check in the loop.
+        let x: [&[f32]; M] = std::array::from_fn(|r| &a[r * STRIDE..][..b.len()]);
         let mut acc = [[_mm512_set1_ps(0.0); V]; M];
-        for (r, acc) in acc.iter_mut().enumerate() {
+        for (r, acc) in acc.iter_mut().enumerate().filter(|_| c.add) {
             let row = &c.data[r * c.stride..][..V * 16];
             for (h, acc) in acc.iter_mut().enumerate() {
                 // SAFETY: `row` has V * 16 elements; 16 are read from h * 16 on, h < V.
@@ -199,9 +206,7 @@ mod x86 {
                 |h| row.load512(h),
             );
             for (r, acc) in acc.iter_mut().enumerate() {
-                // SAFETY: r < M and k < b.len(), and `multiply_add` checked that `a` holds
-                // (M - 1) * STRIDE + b.len() elements.
-                let x = _mm512_set1_ps(unsafe { *a.get_unchecked(r * STRIDE + k) });
+                let x = _mm512_set1_ps(x[r][k]);
                 for (acc, b) in acc.iter_mut().zip(b) {
                     *acc = _mm512_fmadd_ps(x, b, *acc);
                 }
@@ -220,9 +225,11 @@ mod x86 {
     #[target_feature(enable = "avx2,fma")]
     fn avx2<P: PanelRow, const M: usize, const V: usize>(a: &[f32], b: &[P], c: Tile<'_>) {
         const { assert!(M > 0 && P::WIDTH >= 16) };
+        // Equal lengths, known to the compiler: `x[r][k]` needs no check in the loop.
+        let x: [&[f32]; M] = std::array::from_fn(|r| &a[r * STRIDE..][..b.len()]);
         for pair in 0..V {
             let mut acc = [[_mm256_set1_ps(0.0); 2]; M];
-            for (r, acc) in acc.iter_mut().enumerate() {
+            for (r, acc) in acc.iter_mut().enumerate().filter(|_| c.add) {
                 let row = &c.data[r * c.stride + pair * 16..][..16];
                 for (h, acc) in acc.iter_mut().enumerate() {
                     // SAFETY: `row` has 16 elements; 8 are read from 0 or 8 on.
@@ -232,9 +239,7 @@ mod x86 {
             for (k, row) in b.iter().enumerate() {
                 let (b0, b1) = (row.load256(pair * 2), row.load256(pair * 2 + 1));
                 for (r, acc) in acc.iter_mut().enumerate() {
-                    // SAFETY: r < M and k < b.len(), and `multiply_add` checked that `a` holds
-                    // (M - 1) * STRIDE + b.len() elements.
-                    let x = _mm256_set1_ps(unsafe { *a.get_unchecked(r * STRIDE + k) });
+                    let x = _mm256_set1_ps(x[r][k]);
                     acc[0] = _mm256_fmadd_ps(x, b0, acc[0]);
                     acc[1] = _mm256_fmadd_ps(x, b1, acc[1]);
                 }
