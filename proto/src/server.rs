@@ -3,17 +3,26 @@ use std::future::Future;
 
 use base::{
     Code, Failure,
-    limits::{KEEPALIVE_INTERVAL, KEEPALIVE_TIMEOUT, MAX_STREAMS_PER_CONNECTION},
+    limits::{
+        KEEPALIVE_INTERVAL, KEEPALIVE_TIMEOUT, MAX_REQUEST_BYTES, MAX_STREAMS_PER_CONNECTION,
+    },
 };
 use tokio::net::TcpListener;
 use tonic::{
+    Status,
+    body::Body,
+    codegen::http,
     service::{Routes, RoutesBuilder},
     transport::{Server, server::TcpIncoming},
 };
 use tonic_health::{ServingStatus, server::HealthReporter};
 use tonic_reflection::server::Builder as Reflection;
+use tower::util::MapResponseLayer;
 
 use crate::DESCRIPTOR_SET;
+
+/// What tonic writes when a message is beyond the decoding limit.
+const TOO_LARGE_TEXT: &str = "decoded message length too large";
 
 const INFRASTRUCTURE: [&str; 3] = [
     "grpc.health.v1.Health",
@@ -105,6 +114,7 @@ pub async fn serve(
 ) -> Result<(), Failure> {
     let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
     Server::builder()
+        .layer(MapResponseLayer::new(blame_oversize))
         .max_concurrent_streams(MAX_STREAMS_PER_CONNECTION)
         .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
         .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
@@ -112,6 +122,20 @@ pub async fn serve(
         .serve_with_incoming_shutdown(incoming, shutdown)
         .await
         .map_err(|error| Failure::new(Code::Internal, format!("server transport: {error}")))
+}
+
+/// tonic calls a message beyond the limit OUT_OF_RANGE; for us it is an argument like any other.
+fn blame_oversize(response: http::Response<Body>) -> http::Response<Body> {
+    match Status::from_header_map(response.headers()) {
+        Some(status)
+            if status.code() == tonic::Code::OutOfRange
+                && status.message().contains(TOO_LARGE_TEXT) =>
+        {
+            let message = format!("the message is larger than {MAX_REQUEST_BYTES} bytes");
+            crate::status::status(&Failure::new(Code::InvalidArgument, message)).into_http()
+        }
+        _ => response,
+    }
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! Which sizes a model makes, and which is nearest to a wish. Pure.
 use base::limits::MAX_SIZE_CHARS;
 use proto::{
-    size::Size,
+    size::{Size, SizeError},
     v1::{Bucket, SizePolicy},
 };
 
@@ -54,57 +54,49 @@ fn ranked(buckets: &[Bucket], wish: Size) -> Vec<Size> {
 /// A text that is no size; under EXACT, a size that the model does not make, with the nearest
 /// ones; a model without sizes.
 pub fn choose(buckets: &[Bucket], wish: &str, policy: SizePolicy) -> Result<Size, RouterError> {
+    if wish.is_empty() {
+        return squarest(buckets).ok_or_else(no_sizes);
+    }
+    let wish: Size = wish.parse().map_err(|error: SizeError| {
+        let text = error.to_string();
+        let reason = text.strip_prefix("size ").unwrap_or(&text);
+        let shown: String = wish.chars().take(MAX_SIZE_CHARS).collect();
+        RouterError::invalid("size", format!("{reason}, got {shown:?}"))
+    })?;
+    let sizes = ranked(buckets, wish);
+    let &nearest = sizes.first().ok_or_else(no_sizes)?;
+    if policy == SizePolicy::Snap {
+        return Ok(nearest);
+    }
+    if sizes.contains(&wish) {
+        return Ok(wish);
+    }
+    let listed: Vec<_> = sizes.iter().take(LISTED).map(Size::to_string).collect();
+    let reason = format!(
+        "{wish} is no size of this model; the nearest are {}",
+        listed.join(", ")
+    );
+    Err(RouterError::invalid("size", reason))
+}
+
+/// The squarest ratio at its largest.
+fn squarest(buckets: &[Bucket]) -> Option<Size> {
     let square = Size {
         width: 1,
         height: 1,
     };
-    let (wish, snap) = match wish {
-        "" => (square, true),
-        text => {
-            let size = text.parse().map_err(|error: proto::size::SizeError| {
-                let text = error.to_string();
-                let reason = text.strip_prefix("size ").unwrap_or(&text);
-                let shown: String = wish.chars().take(MAX_SIZE_CHARS).collect();
-                RouterError::invalid("size", format!("{reason}, got {shown:?}"))
-            })?;
-            (size, policy == SizePolicy::Snap)
-        }
-    };
-    let sizes = if wish == square && snap {
-        largest_of_nearest_ratio(buckets)
-    } else {
-        ranked(buckets, wish)
-    };
-    let Some(&nearest) = sizes.first() else {
-        return Err(RouterError::invalid("model", "makes no size at all"));
-    };
-    if snap || nearest == wish || sizes.contains(&wish) {
-        return Ok(if snap { nearest } else { wish });
-    }
-    let listed: Vec<_> = sizes.iter().take(LISTED).map(Size::to_string).collect();
-    Err(RouterError::invalid(
-        "size",
-        format!(
-            "{wish} is no size of this model; the nearest are {}",
-            listed.join(", ")
-        ),
-    ))
+    let distance = |size: Size| (ratio(size) - ratio(square)).abs();
+    let mut sizes = ranked(buckets, square);
+    sizes.sort_by(|&a, &b| {
+        distance(a)
+            .total_cmp(&distance(b))
+            .then(area(b).cmp(&area(a)))
+    });
+    sizes.first().copied()
 }
 
-/// Without a wish, area speaks for itself: the largest size of the squarest ratio.
-fn largest_of_nearest_ratio(buckets: &[Bucket]) -> Vec<Size> {
-    let mut sizes = ranked(
-        buckets,
-        Size {
-            width: 1,
-            height: 1,
-        },
-    );
-    if let Some(&first) = sizes.first() {
-        sizes.retain(|&size| ratio(size) == ratio(first));
-        sizes.sort_by_key(|&size| std::cmp::Reverse(area(size)));
-    }
-    sizes
+fn no_sizes() -> RouterError {
+    RouterError::invalid("model", "makes no size at all")
 }
 
 #[cfg(test)]
@@ -172,7 +164,7 @@ mod tests {
         assert_eq!(snap("600x600"), "512x512");
         assert_eq!(snap("5000x3000"), "1280x768");
         assert_eq!(snap("3000x5000"), "768x1280");
-        assert_eq!(snap("1x1"), "1024x1024");
+        assert_eq!(snap("1x1"), "512x512");
     }
 
     #[test]

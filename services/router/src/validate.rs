@@ -178,7 +178,7 @@ fn within(text: &str, characters: usize) -> bool {
 }
 
 fn prompt(text: String) -> Result<String, RouterError> {
-    if text.trim().is_empty() {
+    if text.is_empty() {
         return Err(RouterError::invalid("prompt", "must not be empty"));
     }
     if !within(&text, MAX_PROMPT_CHARS) {
@@ -367,7 +367,6 @@ mod tests {
     #[test]
     fn every_field_has_bounds_and_is_named() {
         refused("prompt", |r| r.prompt = String::new());
-        refused("prompt", |r| r.prompt = " \n\t".into());
         refused("prompt", |r| r.prompt = "ä".repeat(MAX_PROMPT_CHARS + 1));
         refused("prompt", |r| r.prompt = "a".repeat(5 * MAX_PROMPT_CHARS));
         refused("system_prompt", |r| {

@@ -133,6 +133,32 @@ async fn an_unknown_field_is_refused_by_number() {
 }
 
 #[tokio::test]
+async fn however_long_a_prompt_is_it_is_the_callers_fault() {
+    let stages = stages(Script::new([]), Script::new([])).await;
+    let send = async |bytes: usize| {
+        let prompt = "a".repeat(bytes);
+        let error = stages
+            .cluster
+            .run(GenerateRequest {
+                prompt,
+                ..request("one")
+            })
+            .await
+            .1;
+        failure(&error.unwrap())
+    };
+    let error = send(3_000_000).await;
+    assert_eq!(
+        (error.code, error.field.as_deref()),
+        (Code::InvalidArgument, Some("prompt"))
+    );
+    let error = send(10_000_000).await;
+    assert_eq!(error.code, Code::InvalidArgument);
+    assert_eq!(error.message, "the message is larger than 4194304 bytes");
+    assert!(stages.cluster.run(request("one")).await.1.is_none());
+}
+
+#[tokio::test]
 async fn bytes_that_are_no_message_are_the_callers_fault() {
     let stages = stages(Script::new([]), Script::new([])).await;
     for bytes in [

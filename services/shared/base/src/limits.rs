@@ -18,8 +18,9 @@ pub const MAX_SEED: u64 = i64::MAX as u64;
 /// Images one request may ask for.
 pub const MAX_IMAGES: u32 = 1;
 
-/// Largest request message a server decodes, in bytes: two prompts of 4-byte characters, and slack.
-pub const MAX_REQUEST_BYTES: usize = 1024 * 1024;
+/// Largest request message a server decodes, in bytes. Far above two prompts of 4-byte characters,
+/// so that a prompt that is too long is still read and blamed by name.
+pub const MAX_REQUEST_BYTES: usize = 4 * 1024 * 1024;
 /// Largest response message a client decodes, in bytes: one PNG of the largest bucket, and slack.
 pub const MAX_RESPONSE_BYTES: usize = 64 * 1024 * 1024;
 
