@@ -479,6 +479,63 @@ async fn a_service_that_is_killed_gives_a_typed_error_within_the_deadline() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_service_that_hangs_costs_a_deadline_and_nothing_else() {
+    for transport in TRANSPORTS {
+        let node = Node::start(transport, 80 * MIB);
+        let hasty = hasty_client(transport, Duration::from_secs(2));
+        let published = client(transport)
+            .publish(&node.endpoint, prefix(16, 1000))
+            .await
+            .unwrap();
+        let engine = Engine::start(&support::config(transport)).unwrap();
+        let reserve = v1::ReserveRequest {
+            request_id: "r".into(),
+            bytes: 64 * MIB,
+            ttl_ms: 60_000,
+        };
+        let reserved = node.stub().reserve(reserve).await.unwrap().into_inner();
+        let payload = Arc::new(vec![9; 64 << 20]);
+
+        node.process.signal("STOP");
+        let error = fetch(&hasty, &published.handle, &geometry(16))
+            .await
+            .unwrap_err();
+        assert_eq!(
+            error.code(),
+            Code::DeadlineExceeded,
+            "{transport}: {error:?}"
+        );
+        let soon = Deadline::after(&base::clock::SystemClock, Duration::from_secs(2));
+        let put = engine
+            .put(&remote(&reserved), Arc::clone(&payload), soon)
+            .await;
+        // Shared memory needs no help of its owner; TCP does.
+        match transport {
+            Transport::Shm => drop(put.unwrap()),
+            Transport::Tcp => assert_eq!(put.unwrap_err().code(), Code::DeadlineExceeded),
+        }
+        node.process.signal("CONT");
+
+        let patient = client(transport);
+        fetch(&patient, &published.handle, &geometry(16))
+            .await
+            .unwrap();
+        let later = Deadline::after(&base::clock::SystemClock, Duration::from_secs(30));
+        let again = async {
+            // The connection that hung is cut after a grace; until then it may still be in use.
+            while engine
+                .put(&remote(&reserved), Arc::clone(&payload), later)
+                .await
+                .is_err()
+            {}
+        };
+        tokio::time::timeout(Duration::from_secs(30), again)
+            .await
+            .expect("never recovered");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn health_and_reflection_answer() {
     let node = Node::start(Transport::Shm, MIB);
     let channel = proto::channel::connect(&node.endpoint).await.unwrap();

@@ -42,7 +42,7 @@ async fn put_and_get_move_every_byte_and_nothing_else() {
             9 * MIB + 5,
             64 * MIB,
         ] {
-            let remote = owner.export(&memory, 4096, len as u64).unwrap();
+            let remote = owner.export(&memory).unwrap().part(4096, len as u64);
             let sent = pattern(len, len);
             let guard = |at: usize| {
                 let mut byte = [0; 1];
@@ -77,7 +77,7 @@ async fn put_and_get_move_every_byte_and_nothing_else() {
 async fn a_get_of_parts_leaves_the_rest_of_the_buffer_alone() {
     for transport in TRANSPORTS {
         let (owner, memory, peer) = pair(transport, MIB);
-        let remote = owner.export(&memory, 0, 100).unwrap();
+        let remote = owner.export(&memory).unwrap().part(0, 100);
         peer.put(&remote, Arc::new(vec![7; 100]), soon())
             .await
             .unwrap();
@@ -99,7 +99,7 @@ async fn many_transfers_at_once_all_land() {
         let (owner, memory, peer) = pair(transport, 8 * MIB);
         let mut tasks = vec![];
         for i in 0..64 {
-            let remote = owner.export(&memory, i * 100_000, 100_000).unwrap();
+            let remote = owner.export(&memory).unwrap().part(i * 100_000, 100_000);
             let peer = peer.clone();
             tasks.push(base::task::spawn(async move {
                 let sent = pattern(100_000, i as usize);
@@ -120,7 +120,7 @@ async fn many_transfers_at_once_all_land() {
 #[tokio::test(flavor = "multi_thread")]
 async fn bad_arguments_are_refused_before_ucx_sees_them() {
     let (owner, memory, peer) = pair(Transport::Shm, MIB);
-    let remote = owner.export(&memory, 0, 100).unwrap();
+    let remote = owner.export(&memory).unwrap().part(0, 100);
     let field = |error: TransferError| {
         assert_eq!(error.code(), Code::InvalidArgument);
         error.field().map(str::to_owned)
@@ -161,7 +161,7 @@ async fn bad_arguments_are_refused_before_ucx_sees_them() {
 async fn a_deadline_in_the_past_ends_a_transfer_and_the_next_one_works() {
     for transport in TRANSPORTS {
         let (owner, memory, peer) = pair(transport, 8 * MIB);
-        let remote = owner.export(&memory, 0, 8 * MIB as u64).unwrap();
+        let remote = owner.export(&memory).unwrap().part(0, 8 * MIB as u64);
         let past = Deadline::after(&base::clock::SystemClock, Duration::ZERO);
         let payload = Arc::new(vec![1; 8 * MIB]);
         let error = peer
@@ -176,7 +176,7 @@ async fn a_deadline_in_the_past_ends_a_transfer_and_the_next_one_works() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_peer_that_is_gone_gives_an_error_within_the_deadline() {
     let (owner, memory, peer) = pair(Transport::Tcp, 8 * MIB);
-    let remote = owner.export(&memory, 0, 8 * MIB as u64).unwrap();
+    let remote = owner.export(&memory).unwrap().part(0, 8 * MIB as u64);
     peer.put(&remote, Arc::new(vec![1; 1000]), soon())
         .await
         .unwrap();

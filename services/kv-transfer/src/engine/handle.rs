@@ -10,54 +10,10 @@ use rustix::event::{EventfdFlags, eventfd};
 use tokio::sync::oneshot;
 
 use super::config::EngineConfig;
+use super::remote::{Remote, Target};
 use super::thread;
 use crate::ucx::{Context, Payload, PoolMemory};
 use crate::{TransferError, limits};
-
-/// Where a region of a peer is, and the permission to reach it. Not `Debug`-printed: the key
-/// grants access to the peer's memory.
-#[derive(Clone, PartialEq, Eq)]
-pub struct Remote {
-    /// Address of the peer's worker.
-    pub worker_address: Vec<u8>,
-    /// Packed key of the region.
-    pub key: Vec<u8>,
-    /// Address of the region's first byte at the peer.
-    pub address: u64,
-    /// Bytes in the region.
-    pub bytes: u64,
-}
-
-impl std::fmt::Debug for Remote {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Remote")
-            .field("bytes", &self.bytes)
-            .finish_non_exhaustive()
-    }
-}
-
-impl Remote {
-    /// Checks sizes before anything is handed to UCX.
-    fn validate(&self, payload: usize) -> Result<(), TransferError> {
-        let bounded = |field, len: usize, max| {
-            let ok = (1..=max).contains(&len);
-            ok.then_some(()).ok_or_else(|| {
-                TransferError::invalid(field, format!("must hold 1 to {max} bytes, got {len}"))
-            })
-        };
-        bounded(
-            "worker_address",
-            self.worker_address.len(),
-            limits::MAX_WORKER_ADDRESS_BYTES,
-        )?;
-        bounded("rkey", self.key.len(), limits::MAX_REMOTE_KEY_BYTES)?;
-        if self.bytes < payload as u64 || self.address.checked_add(self.bytes).is_none() {
-            let message = format!("region holds {} bytes, the payload {payload}", self.bytes);
-            return Err(TransferError::invalid("region", message));
-        }
-        Ok(())
-    }
-}
 
 /// What a finished transfer tells.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -67,7 +23,7 @@ pub struct Landed {
 }
 
 pub(super) struct Command {
-    pub(super) remote: Remote,
+    pub(super) target: Target,
     pub(super) payload: Payload,
     /// Parts of the payload to move, at the same offsets of the region.
     pub(super) ranges: Vec<Range<usize>>,
@@ -147,13 +103,6 @@ impl Engine {
         })
     }
 
-    /// Address that peers connect to. It opens the way into this process's regions and is never
-    /// logged.
-    #[must_use]
-    pub fn worker_address(&self) -> &[u8] {
-        &self.inner.worker_address
-    }
-
     /// Allocates a region that peers can reach.
     ///
     /// # Errors
@@ -169,22 +118,19 @@ impl Engine {
         })
     }
 
-    /// Describes `[offset, offset + bytes)` of `memory` to peers.
+    /// Describes `memory` to peers; [`Remote::part`] narrows it.
     ///
     /// # Errors
     /// [`TransferError::Ucx`] when UCX cannot pack a key.
-    pub fn export(
-        &self,
-        memory: &PoolMemory,
-        offset: u64,
-        bytes: u64,
-    ) -> Result<Remote, TransferError> {
-        Ok(Remote {
-            worker_address: self.inner.worker_address.clone(),
-            key: memory.remote_key()?,
-            address: memory.address() + offset,
+    pub fn export(&self, memory: &PoolMemory) -> Result<Remote, TransferError> {
+        let key = memory.remote_key()?;
+        let bytes = memory.bytes() as u64;
+        Ok(Remote::of_region(
+            &self.inner.worker_address,
+            &key,
+            memory.address(),
             bytes,
-        })
+        ))
     }
 
     /// Writes all of `payload` to the start of `remote`. When this returns, the bytes are there.
@@ -249,7 +195,7 @@ impl Engine {
         ranges: Vec<Range<usize>>,
         deadline: Deadline,
     ) -> Result<(Payload, Landed), TransferError> {
-        remote.validate(payload.len())?;
+        let target = remote.open(payload.len())?;
         if payload.len() == 0
             || ranges
                 .iter()
@@ -261,9 +207,8 @@ impl Engine {
             ));
         }
         let (reply, answer) = oneshot::channel();
-        let remote = remote.clone();
         let command = Command {
-            remote,
+            target,
             payload,
             ranges,
             deadline,

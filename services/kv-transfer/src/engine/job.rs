@@ -47,7 +47,7 @@ pub(super) enum Turn {
 impl Job {
     pub(super) fn new(key: &Rc<RemoteKey>, command: Command) -> Option<Self> {
         let Command {
-            remote,
+            target,
             payload,
             ranges,
             deadline,
@@ -61,7 +61,7 @@ impl Job {
         match Transfer::new(key, payload) {
             Ok(transfer) => Some(Self {
                 transfer,
-                remote: remote.address,
+                remote: target.address,
                 pieces,
                 flush,
                 deadline: deadline.instant(),

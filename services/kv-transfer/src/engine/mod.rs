@@ -7,7 +7,9 @@ mod config;
 mod handle;
 mod job;
 mod peers;
+mod remote;
 mod thread;
 
 pub use config::{EngineConfig, Transport};
-pub use handle::{Engine, Landed, Remote};
+pub use handle::{Engine, Landed};
+pub use remote::Remote;

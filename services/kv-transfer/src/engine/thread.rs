@@ -107,7 +107,7 @@ impl State {
         }
         match self
             .peers
-            .key(&command.remote.worker_address, &command.remote.key)
+            .key(&command.target.worker_address, &command.target.key)
         {
             Ok(key) => self.jobs.extend(Job::new(&key, command)),
             Err(error) => {

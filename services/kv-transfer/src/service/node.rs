@@ -117,7 +117,7 @@ impl Service {
             .map_err(|_| TransferError::invalid("pool_bytes", "does not fit this machine"))?;
         let engine = Engine::start(&config.engine)?;
         let memory = Arc::new(engine.allocate(bytes)?);
-        let whole = engine.export(&memory, 0, config.pool_bytes)?;
+        let whole = engine.export(&memory)?;
         // Random high bits: a restarted service never repeats a generation of its former life.
         let first = (base::rng::Source::from_os().next_u64() >> 32) << 24 | 1;
         let table = Mutex::new(SlotTable::new(config.pool_bytes, first, config.quarantine));
@@ -181,11 +181,7 @@ impl Node {
 
     /// What a peer needs to reach `[offset, offset + bytes)` of the pool.
     pub(super) fn region(&self, offset: u64, bytes: u64) -> Remote {
-        Remote {
-            address: self.whole.address + offset,
-            bytes,
-            ..self.whole.clone()
-        }
+        self.whole.part(offset, bytes)
     }
 
     /// Checks that the pool holds at `offset` what `manifest` says, off the async threads.
