@@ -97,6 +97,16 @@ impl Fault for RouterError {
 }
 
 impl RouterError {
+    /// Why a request that was not wrong was turned away, as a metric label.
+    pub(crate) fn shed_reason(&self) -> Option<&'static str> {
+        match self {
+            Self::Full { .. } => Some("queue_full"),
+            Self::NoStage { .. } => Some("no_stage"),
+            Self::ShuttingDown => Some("shutting_down"),
+            _ => None,
+        }
+    }
+
     /// A field out of bounds.
     pub fn invalid(field: &'static str, reason: impl Into<String>) -> Self {
         Self::Invalid {

@@ -59,13 +59,14 @@ impl Gate {
     /// Takes a place.
     pub(crate) fn enter(self: &Arc<Self>, cost: u64) -> Result<Seat, RouterError> {
         let mut state = self.lock();
-        let (ticket, ahead) = state.admission.submit(cost).map_err(|refused| {
-            self.metrics.count(&names::ROUTER_SHED, &["queue_full"]);
-            RouterError::Full {
-                waiting: refused.waiting,
-                retry_after: refused.retry_after,
-            }
-        })?;
+        let (ticket, ahead) =
+            state
+                .admission
+                .submit(cost)
+                .map_err(|refused| RouterError::Full {
+                    waiting: refused.waiting,
+                    retry_after: refused.retry_after,
+                })?;
         let (tx, rx) = oneshot::channel();
         state.waiting.insert(ticket, tx);
         self.wake(&mut state);

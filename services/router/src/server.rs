@@ -9,9 +9,10 @@ use base::{
 };
 use proto::{names, server::Health};
 use registry::{
-    Backend, Embedded, JoinOptions, Member, MemberState, Membership, Registry, Role, Snapshots,
+    Backend, Embedded, JoinOptions, Member, MemberState, Membership, Registry, Role, Snapshot,
+    Snapshots,
 };
-use telemetry::{Metrics, Readiness};
+use telemetry::{Metrics, Readiness, names as metric};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tonic::service::RoutesBuilder;
@@ -28,6 +29,12 @@ use crate::{
 
 /// How long connections may take to close once the last request is answered.
 const CLOSE_GRACE: Duration = Duration::from_secs(2);
+
+const STATES: [(MemberState, &str); 3] = [
+    (MemberState::Starting, "starting"),
+    (MemberState::Ready, "ready"),
+    (MemberState::Draining, "draining"),
+];
 
 /// Everything a router is told.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -138,10 +145,10 @@ impl Bound {
         let context = self.context(snapshots.clone());
         let (routes, health) = routes(&self, &context, embedded, stop.clone()).await?;
 
-        let readiness = Readiness::default();
+        let (readiness, metrics) = (Readiness::default(), self.metrics);
         let probes = self.admin_listener.map(|listener| {
             let admin = telemetry::Admin {
-                metrics: self.metrics,
+                metrics: metrics.clone(),
                 readiness: readiness.clone(),
             };
             task::spawn(admin.serve(listener, stop.clone().cancelled_owned()))
@@ -155,6 +162,7 @@ impl Bound {
             snapshots,
             health.clone(),
             readiness.clone(),
+            metrics,
         ));
         tracing::info!(address = %self.address, "router listening");
 
@@ -224,10 +232,17 @@ async fn routes(
 }
 
 /// Ready means that some model can be served; administration works regardless.
-async fn follow_readiness(snapshots: Snapshots, health: Health, readiness: Readiness) {
+async fn follow_readiness(
+    snapshots: Snapshots,
+    health: Health,
+    readiness: Readiness,
+    metrics: Metrics,
+) {
     let mut changes = snapshots.changes();
     loop {
-        let ready = !placement::servable(&changes.borrow_and_update()).is_empty();
+        let now = changes.borrow_and_update().clone();
+        count_members(&now, &metrics);
+        let ready = !placement::servable(&now).is_empty();
         if ready != readiness.is_ready() {
             tracing::info!(ready, "router readiness changed");
         }
@@ -236,6 +251,23 @@ async fn follow_readiness(snapshots: Snapshots, health: Health, readiness: Readi
         readiness.set(ready);
         if changes.changed().await.is_err() {
             return;
+        }
+    }
+}
+
+fn count_members(snapshot: &Snapshot, metrics: &Metrics) {
+    for role in [
+        Role::Router,
+        Role::ArStage,
+        Role::KvTransfer,
+        Role::DitWorker,
+    ] {
+        for (state, name) in STATES {
+            let alike = |member: &&Member| member.role() == role && member.state() == state;
+            #[allow(clippy::cast_precision_loss)] // bounded by the registry
+            let count = snapshot.members.values().filter(alike).count() as f64;
+            let labels = [placement::role_name(role), name];
+            metrics.set(&metric::REGISTRY_MEMBERS, &labels, count);
         }
     }
 }

@@ -52,6 +52,9 @@ impl Context {
             tracing::debug!(%error, "request refused");
             self.metrics
                 .count(&names::ROUTER_REQUESTS, &["", error.code().name()]);
+            if let Some(reason) = error.shed_reason() {
+                self.metrics.count(&names::ROUTER_SHED, &[reason]);
+            }
         }
         accepted
     }

@@ -11,6 +11,10 @@ use proto::{
     },
 };
 use registry::{MemberState, Role, Snapshots};
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::TcpStream,
+};
 use tonic::Request;
 use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
 
@@ -351,4 +355,51 @@ async fn operators_see_members_and_drain_them() {
     let error = failure(&cluster.run(request("one")).await.1.unwrap());
     assert_eq!(error.message, "no dit-worker is ready");
     assert_eq!(dit.calls(), 0);
+}
+
+async fn http_get(address: std::net::SocketAddr, path: &str) -> String {
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    let ask = format!("GET {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n");
+    stream.write_all(ask.as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    bounded(stream.read_to_string(&mut answer)).await.unwrap();
+    answer
+}
+
+#[tokio::test]
+async fn probes_and_metrics_tell_what_happened() {
+    let cluster = Cluster::start().await;
+    assert!(
+        http_get(cluster.admin, "/livez")
+            .await
+            .starts_with("HTTP/1.1 200")
+    );
+    assert!(
+        http_get(cluster.admin, "/readyz")
+            .await
+            .starts_with("HTTP/1.1 503")
+    );
+    assert!(cluster.run(request("early")).await.1.is_some());
+    let (ar, dit) = (Script::new([]), Script::new([]));
+    let _stages = stages(&cluster, &ar, &dit).await;
+    assert!(cluster.run(request("one")).await.1.is_none());
+    let mut bad = request("two");
+    bad.steps = Some(0);
+    assert!(cluster.run(bad).await.1.is_some());
+    assert!(
+        http_get(cluster.admin, "/readyz")
+            .await
+            .starts_with("HTTP/1.1 200")
+    );
+    let text = http_get(cluster.admin, "/metrics").await;
+    for line in [
+        "omni_router_requests_total{model=\"tiny\",code=\"OK\"} 1",
+        "omni_router_requests_total{model=\"\",code=\"INVALID_ARGUMENT\"} 1",
+        "omni_router_shed_total{reason=\"no_stage\"} 1",
+        "omni_router_request_duration_seconds_count{model=\"tiny\"} 1",
+        "omni_registry_members{role=\"dit-worker\",state=\"ready\"} 1",
+        "omni_router_running 0",
+    ] {
+        assert!(text.contains(line), "no {line} in\n{text}");
+    }
 }

@@ -22,6 +22,8 @@ pub(crate) const SOON: Duration = Duration::from_secs(20);
 /// A running router and clients of it.
 pub(crate) struct Cluster {
     pub(crate) address: String,
+    /// Of probes and metrics.
+    pub(crate) admin: std::net::SocketAddr,
     pub(crate) channel: Channel,
     pub(crate) client: ImageServiceClient<Channel>,
     pub(crate) shutdown: Shutdown,
@@ -37,6 +39,7 @@ impl Cluster {
     pub(crate) async fn with(limits: Limits) -> Self {
         let config = RouterConfig {
             listen: "127.0.0.1:0".into(),
+            admin_listen: Some("127.0.0.1:0".into()),
             registry: Backend::Embedded,
             limits,
             join: JoinOptions {
@@ -48,6 +51,7 @@ impl Cluster {
         };
         let bound = Bound::bind(config).await.unwrap();
         let address = format!("http://{}", bound.address());
+        let admin = bound.admin_address().unwrap();
         let shutdown = Shutdown::new();
         let server = task::spawn(Box::pin(bound.serve(shutdown.clone())));
         let channel = proto::channel::connect(&address).await.unwrap();
@@ -55,6 +59,7 @@ impl Cluster {
         let registry = std::sync::Arc::new(Remote::new(&address).unwrap());
         Self {
             address,
+            admin,
             channel,
             client,
             shutdown,

@@ -84,11 +84,7 @@ table! {
     TRANSFER_POOL = "omni_transfer_pool_bytes", Gauge, ["state"],
         "Bytes of the pool";
     REGISTRY_MEMBERS = "omni_registry_members", Gauge, ["role", "state"],
-        "Members alive";
-    REGISTRY_RENEWALS = "omni_registry_lease_renewals_total", Counter, ["outcome"],
-        "Lease renewals of this process";
-    REGISTRY_RESYNCS = "omni_registry_resyncs_total", Counter, [],
-        "Full snapshots taken after a broken or lagging watch";
+        "Members alive, as the router sees them";
 }
 
 #[cfg(test)]
