@@ -1,4 +1,5 @@
-//! Prints the time of each operation at the sizes of a small model (or of a wide one with `--wide`).
+//! Prints the time of each operation at the sizes of a small model (or of a wide one with `--wide`);
+//! further words select the operations whose name contains them.
 #![allow(
     clippy::print_stdout,
     clippy::disallowed_methods,
@@ -79,6 +80,12 @@ fn weight(n: usize, k: usize) -> LinearWeight {
 
 /// Best of many runs; `flop` in all.
 fn time<R>(name: &str, flop: usize, mut f: impl FnMut() -> R) {
+    if std::env::args()
+        .skip(1)
+        .any(|a| !a.starts_with("--") && !name.contains(&a))
+    {
+        return;
+    }
     let (mut best, start) = (f64::INFINITY, Instant::now());
     for round in 0..2000 {
         let t = Instant::now();

@@ -19,8 +19,9 @@ use super::workspace::{Scratch, scratch};
 
 /// Keys per tile.
 const KEYS: usize = 256;
-/// Query rows (queries times query heads of a group) per tile, for heads of up to 128 elements.
-const QUERY_ROWS: usize = 192;
+/// Query rows (queries times query heads of a group) per tile, for heads of up to 64 elements. More
+/// rows pack keys less often; fewer leave room for keys in the second-level cache.
+const QUERY_ROWS: usize = 384;
 /// Half a panel; the last panel of a head may be this narrow.
 const HALF: usize = PANEL / 2;
 
@@ -61,7 +62,7 @@ impl HeadShape {
 
     /// Queries of a full tile.
     fn tile_queries(&self) -> usize {
-        let rows = QUERY_ROWS * 128 / self.dim.max(128);
+        let rows = QUERY_ROWS * 64 / self.dim.max(64);
         (rows / self.group()).max(1)
     }
 
@@ -431,17 +432,10 @@ fn soften_row(p: &mut [f32], visible: usize, o: &mut [f32], state: &mut [f32]) {
     let old = state[0];
     let tile_max = simd::math::max(p);
     let max = if tile_max > old { tile_max } else { old };
-    for v in p.iter_mut() {
-        *v = simd::math::exp(*v - max);
-    }
-    let sum = simd::math::sum_by(
-        p,
-        #[inline(always)]
-        |acc, v| acc + v,
-    );
+    let sum = simd::math::exp_sum(p, max);
     if max > old {
         // Exactly zero for the first tile, whose old maximum is negative infinity.
-        let shrink = simd::math::exp(old - max);
+        let shrink = simd::math::exp_below(old - max);
         state[0] = max;
         state[1] *= shrink;
         for v in o.iter_mut() {

@@ -18,6 +18,9 @@ use crate::tensor::{DType, Tensor};
 /// Rows packed at a time: `MC * STRIDE` elements (a quarter megabyte) stay in the second-level cache.
 const MC: usize = 240;
 
+/// Columns of the only panel of a narrow weight.
+const NARROW: usize = PANEL / 2;
+
 /// Where the rows of the left operand come from.
 pub(crate) trait RowSource: Sync {
     /// Writes columns `k` of row `row` to `out`, which has as many elements.
@@ -56,6 +59,8 @@ impl RowSource for Gathered<'_> {
 enum Panels {
     F32(Vec<[f32; PANEL]>),
     Bf16(Vec<[bf16; PANEL]>),
+    /// At most 16 columns.
+    Narrow(Vec<[f32; NARROW]>),
 }
 
 /// A `[N, K]` weight in panels of 32 columns of its transpose: `[panel][k][column]`, zero padded.
@@ -72,6 +77,7 @@ impl Packed {
     /// at `n * K + k`.
     pub(crate) fn new(w: &Tensor, n: usize, k: usize, order: Option<&[usize]>) -> Result<Self> {
         let panels = match w.dtype() {
+            _ if n <= NARROW => Panels::Narrow(pack(w.to_f32().as_f32()?, n, k, order)),
             DType::F32 => Panels::F32(pack(w.as_f32()?, n, k, order)),
             DType::Bf16 => Panels::Bf16(pack(w.as_bf16()?, n, k, order)),
         };
@@ -82,21 +88,22 @@ impl Packed {
         match &self.panels {
             Panels::F32(p) => size_of_val(p.as_slice()),
             Panels::Bf16(p) => size_of_val(p.as_slice()),
+            Panels::Narrow(p) => size_of_val(p.as_slice()),
         }
     }
 }
 
-fn pack<T: Copy + Default>(
+fn pack<T: Copy + Default, const W: usize>(
     w: &[T],
     n: usize,
     k: usize,
     order: Option<&[usize]>,
-) -> Vec<[T; PANEL]> {
-    let mut panels = vec![[T::default(); PANEL]; n.div_ceil(PANEL) * k];
+) -> Vec<[T; W]> {
+    let mut panels = vec![[T::default(); W]; n.div_ceil(W) * k];
     for (row, w) in w.chunks_exact(k.max(1)).enumerate().take(n) {
-        let panel = &mut panels[row / PANEL * k..][..k];
+        let panel = &mut panels[row / W * k..][..k];
         for (i, p) in panel.iter_mut().enumerate() {
-            p[row % PANEL] = w[order.map_or(i, |o| o[i])];
+            p[row % W] = w[order.map_or(i, |o| o[i])];
         }
     }
     panels
@@ -202,6 +209,7 @@ fn block(
                 match &w.panels {
                     Panels::F32(p) => panel_product(&packed, &p[rows], out, width, column),
                     Panels::Bf16(p) => panel_product(&packed, &p[rows], out, width, column),
+                    Panels::Narrow(p) => panel_product(&packed, &p[rows], out, width, column),
                 }
             }
         }
@@ -218,11 +226,11 @@ fn panel_product<P: tile::PanelRow>(
 ) {
     let rows = out.len() / width;
     let per_call = tile::rows_per_call();
-    let valid = (width - column).min(PANEL);
+    let valid = (width - column).min(P::WIDTH);
     for r in (0..rows).step_by(per_call) {
         let a = &packed[r * STRIDE..];
         let count = per_call.min(rows - r);
-        if valid == PANEL {
+        if valid == P::WIDTH {
             let data = &mut out[r * width + column..];
             tile::multiply_add(
                 a,
@@ -238,7 +246,7 @@ fn panel_product<P: tile::PanelRow>(
         }
         // The last panel is narrower than a tile: go through a buffer.
         let mut buffer = [0f32; tile::MAX_ROWS * PANEL];
-        for (i, row) in buffer.chunks_exact_mut(PANEL).take(count).enumerate() {
+        for (i, row) in buffer.chunks_exact_mut(P::WIDTH).take(count).enumerate() {
             row[..valid].copy_from_slice(&out[(r + i) * width + column..][..valid]);
         }
         tile::multiply_add(
@@ -246,12 +254,12 @@ fn panel_product<P: tile::PanelRow>(
             panel,
             Tile {
                 data: &mut buffer,
-                stride: PANEL,
+                stride: P::WIDTH,
                 rows: count,
                 add: true,
             },
         );
-        for (i, row) in buffer.chunks_exact(PANEL).take(count).enumerate() {
+        for (i, row) in buffer.chunks_exact(P::WIDTH).take(count).enumerate() {
             out[(r + i) * width + column..][..valid].copy_from_slice(&row[..valid]);
         }
     }

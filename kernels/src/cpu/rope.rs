@@ -155,6 +155,7 @@ impl HeadStep<'_> {
     }
 }
 
+/// Rotates one head and normalises it; the usual sizes are compiled with a constant length.
 #[inline(always)]
 fn rotate_norm(
     x: &[f32],
@@ -163,22 +164,43 @@ fn rotate_norm(
     eps: f32,
     out: &mut [f32],
 ) {
-    let half = x.len() / 2;
-    let (low, high) = x.split_at(half);
-    let (out_low, out_high) = out.split_at_mut(half);
-    let (cos_low, cos_high) = cos.split_at(half);
-    let (sin_low, sin_high) = sin.split_at(half);
-    // Equal lengths, known to the compiler.
-    let (high, out_low, out_high) = (&high[..half], &mut out_low[..half], &mut out_high[..half]);
-    let (cos_high, sin_high) = (&cos_high[..half], &sin_high[..half]);
-    for i in 0..half {
-        out_low[i] = low[i] * cos_low[i] - high[i] * sin_low[i];
-        out_high[i] = high[i] * cos_high[i] + low[i] * sin_high[i];
+    match x.len() {
+        16 => rotate::<8>(x, cos, sin, out),
+        32 => rotate::<16>(x, cos, sin, out),
+        64 => rotate::<32>(x, cos, sin, out),
+        128 => rotate::<64>(x, cos, sin, out),
+        _ => rotate_any(x, cos, sin, out),
     }
-    if let Some(weight) = norm {
-        let inv = rms_factor(out, eps);
-        for (o, &w) in out.iter_mut().zip(weight) {
-            *o = *o * inv * w;
+    let Some(weight) = norm else { return };
+    let inv = rms_factor(out, eps);
+    for (o, &w) in out.iter_mut().zip(weight) {
+        *o = *o * inv * w;
+    }
+}
+
+#[inline(always)]
+fn rotate<const HALF: usize>(x: &[f32], cos: &[f32], sin: &[f32], out: &mut [f32]) {
+    match (
+        x.as_chunks::<HALF>(),
+        cos.as_chunks::<HALF>(),
+        sin.as_chunks::<HALF>(),
+        out.as_chunks_mut::<HALF>(),
+    ) {
+        (([x0, x1], _), ([c0, c1], _), ([s0, s1], _), ([o0, o1], _)) => {
+            for i in 0..HALF {
+                o0[i] = x0[i] * c0[i] - x1[i] * s0[i];
+                o1[i] = x1[i] * c1[i] + x0[i] * s1[i];
+            }
         }
+        _ => rotate_any(x, cos, sin, out),
+    }
+}
+
+#[inline(always)]
+fn rotate_any(x: &[f32], cos: &[f32], sin: &[f32], out: &mut [f32]) {
+    let half = x.len() / 2;
+    for i in 0..half {
+        out[i] = x[i] * cos[i] - x[i + half] * sin[i];
+        out[i + half] = x[i + half] * cos[i + half] + x[i] * sin[i + half];
     }
 }

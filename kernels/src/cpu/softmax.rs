@@ -27,14 +27,8 @@ pub(crate) fn softmax_into(x: &[f32], out: &mut [f32], n: usize) {
         || {
             for (x, out) in x.chunks_exact(n).zip(out.chunks_exact_mut(n)) {
                 let max = simd::math::max(x);
-                for (o, &v) in out.iter_mut().zip(x) {
-                    *o = simd::math::exp(v - max);
-                }
-                let sum = simd::math::sum_by(
-                    out,
-                    #[inline(always)]
-                    |acc, v| acc + v,
-                );
+                out.copy_from_slice(x);
+                let sum = simd::math::exp_sum(out, max);
                 for o in out.iter_mut() {
                     *o /= sum;
                 }

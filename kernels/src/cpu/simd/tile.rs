@@ -186,12 +186,22 @@ mod x86 {
         }
     }
 
+    /// The first `len` elements of each row.
+    #[inline(always)]
+    fn rows_of<const M: usize>(a: &[f32], len: usize) -> [&[f32]; M] {
+        let mut rows: [&[f32]; M] = [&[]; M];
+        for (r, row) in rows.iter_mut().enumerate() {
+            *row = &a[r * STRIDE..][..len];
+        }
+        rows
+    }
+
     /// `M` rows of `V` vectors of 16.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
     fn avx512<P: PanelRow, const M: usize, const V: usize>(a: &[f32], b: &[P], c: Tile<'_>) {
         const { assert!(M > 0 && P::WIDTH >= 16) };
         // Equal lengths, known to the compiler: `x[r][k]` needs no check in the loop.
-        let x: [&[f32]; M] = std::array::from_fn(|r| &a[r * STRIDE..][..b.len()]);
+        let x = rows_of::<M>(a, b.len());
         let mut acc = [[_mm512_set1_ps(0.0); V]; M];
         for (r, acc) in acc.iter_mut().enumerate().filter(|_| c.add) {
             let row = &c.data[r * c.stride..][..V * 16];
@@ -201,10 +211,10 @@ mod x86 {
             }
         }
         for (k, row) in b.iter().enumerate() {
-            let b: [_; V] = std::array::from_fn(
-                #[inline(always)]
-                |h| row.load512(h),
-            );
+            let mut b = [_mm512_set1_ps(0.0); V];
+            for (h, b) in b.iter_mut().enumerate() {
+                *b = row.load512(h);
+            }
             for (r, acc) in acc.iter_mut().enumerate() {
                 let x = _mm512_set1_ps(x[r][k]);
                 for (acc, b) in acc.iter_mut().zip(b) {
@@ -226,7 +236,7 @@ mod x86 {
     fn avx2<P: PanelRow, const M: usize, const V: usize>(a: &[f32], b: &[P], c: Tile<'_>) {
         const { assert!(M > 0 && P::WIDTH >= 16) };
         // Equal lengths, known to the compiler: `x[r][k]` needs no check in the loop.
-        let x: [&[f32]; M] = std::array::from_fn(|r| &a[r * STRIDE..][..b.len()]);
+        let x = rows_of::<M>(a, b.len());
         for pair in 0..V {
             let mut acc = [[_mm256_set1_ps(0.0); 2]; M];
             for (r, acc) in acc.iter_mut().enumerate().filter(|_| c.add) {
