@@ -26,6 +26,8 @@ pub const BUSY_SLEEP: Duration = Duration::from_millis(20);
 pub const IDLE_SLEEP: Duration = Duration::from_secs(1);
 /// How long operations may run on after their deadline before their connection is cut.
 pub const DRAIN_GRACE: Duration = Duration::from_secs(1);
+/// How long operations may run on after their connection was cut before their memory is leaked.
+pub const LEAK_GRACE: Duration = Duration::from_secs(10);
 /// How long a stopping UCX thread waits for operations to end.
 pub const STOP_GRACE: Duration = Duration::from_secs(2);
 

@@ -536,6 +536,47 @@ async fn a_service_that_hangs_costs_a_deadline_and_nothing_else() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_dropped_transfer_stops_writing_long_before_its_deadline() {
+    let node = Node::start(Transport::Tcp, 80 * MIB);
+    let engine = Engine::start(&support::config(Transport::Tcp)).unwrap();
+    let reserve = v1::ReserveRequest {
+        request_id: "r".into(),
+        bytes: 64 * MIB,
+        ttl_ms: 60_000,
+    };
+    let reserved = node.stub().reserve(reserve).await.unwrap().into_inner();
+    let far = Deadline::after(&base::clock::SystemClock, Duration::from_secs(60));
+    let whole = remote(&reserved);
+    engine
+        .put(&whole.part(0, 4), Arc::new(vec![9; 4]), far)
+        .await
+        .unwrap();
+
+    node.process.signal("STOP");
+    let payload = Arc::new(vec![9; 64 << 20]);
+    let put = engine.put(&whole, payload, far);
+    let given_up = tokio::time::timeout(Duration::from_millis(300), put).await;
+    assert!(
+        given_up.is_err(),
+        "the peer hangs, so the transfer cannot have ended"
+    );
+    tokio::time::sleep(kv_transfer::limits::DRAIN_GRACE * 2).await;
+    node.process.signal("CONT");
+    // Time for what should not arrive.
+    tokio::time::sleep(Duration::from_secs(1)).await;
+
+    let other = Engine::start(&support::config(Transport::Tcp)).unwrap();
+    // The last of what was under way when the caller left; sockets hold less than that.
+    let under_way = kv_transfer::limits::PIECE_BYTES * kv_transfer::limits::PIECES_IN_FLIGHT;
+    let end = whole.part(under_way as u64 - MIB, MIB);
+    let (bytes, _) = other.get(&end, vec![1; 1 << 20], far).await.unwrap();
+    assert!(
+        bytes.iter().all(|&byte| byte == 0),
+        "the end was written after all"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn health_and_reflection_answer() {
     let node = Node::start(Transport::Shm, MIB);
     let channel = proto::channel::connect(&node.endpoint).await.unwrap();

@@ -11,7 +11,7 @@ use clap::{Args, Parser, Subcommand};
 use kv::{KvDType, KvGeometry, PrefixIdentity};
 use kv_transfer::engine::{EngineConfig, Transport};
 use kv_transfer::{
-    ClientConfig, Host, KvClient, PublishRequest, Published, ServiceConfig, TransferError, service,
+    ClientConfig, Host, KvClient, PublishRequest, ServiceConfig, TransferError, service,
 };
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
@@ -171,7 +171,7 @@ async fn announce(address: String) {
 
 async fn hold(args: Path) -> Result<(), TransferError> {
     let (client, endpoint) = client(&args)?;
-    let held = publish(&client, &endpoint, args.tokens).await?;
+    let held = client.publish(&endpoint, prefix(args.tokens)).await?;
     println!("held slot {}", held.handle.slot);
     std::future::pending::<()>().await;
     drop(held);
@@ -181,8 +181,9 @@ async fn hold(args: Path) -> Result<(), TransferError> {
 async fn bench(args: Bench) -> Result<(), TransferError> {
     let (client, endpoint) = client(&args.path)?;
     for round in 0..args.rounds {
+        let request = prefix(args.path.tokens);
         let start = base::clock::now();
-        let published = publish(&client, &endpoint, args.path.tokens).await?;
+        let published = client.publish(&endpoint, request).await?;
         let publish_ms = millis_since(start);
         let start = base::clock::now();
         let fetched = client
@@ -204,19 +205,14 @@ async fn bench(args: Bench) -> Result<(), TransferError> {
     Ok(())
 }
 
-async fn publish(
-    client: &KvClient,
-    endpoint: &str,
-    tokens: usize,
-) -> Result<Published, TransferError> {
-    let request = PublishRequest {
+fn prefix(tokens: usize) -> PublishRequest {
+    PublishRequest {
         request_id: "probe".into(),
         identity: PrefixIdentity([1; 32]),
         geometry: GEOMETRY,
         tokens,
         payload: vec![0x5a; GEOMETRY.prefix_bytes(tokens)],
-    };
-    client.publish(endpoint, request).await
+    }
 }
 
 fn client(args: &Path) -> Result<(KvClient, String), TransferError> {

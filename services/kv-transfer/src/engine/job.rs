@@ -20,6 +20,8 @@ pub(super) struct Job {
     deadline: Instant,
     /// Taken when the caller has its answer; from then on the job only drains.
     reply: Option<oneshot::Sender<Result<(Payload, Landed), TransferError>>>,
+    /// When the connection was cut because operations ran on.
+    cut: Option<Instant>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,6 +68,7 @@ impl Job {
                 flush,
                 deadline: deadline.instant(),
                 reply: Some(reply),
+                cut: None,
             }),
             Err(error) => {
                 let _ = reply.send(Err(error.into()));
@@ -74,11 +77,12 @@ impl Job {
         }
     }
 
-    /// When this job wants to be looked at again, whatever else happens.
+    /// When this job must be looked at, whatever else happens.
     pub(super) fn next_look(&self) -> Instant {
-        match self.reply {
-            Some(_) => self.deadline,
-            None => self.deadline + limits::DRAIN_GRACE,
+        match (&self.reply, self.cut) {
+            (Some(_), _) => self.deadline,
+            (None, None) => self.deadline + limits::DRAIN_GRACE,
+            (None, Some(cut)) => cut + limits::LEAK_GRACE,
         }
     }
 
@@ -89,7 +93,7 @@ impl Job {
             Ok(moved) => moved,
             Err(error) => {
                 self.answer(Err(TransferError::PeerLost(error)));
-                return Turn::Broken(Rc::clone(self.transfer.key().endpoint()));
+                return self.broken(now);
             }
         };
         if self.reply.is_none() {
@@ -117,6 +121,8 @@ impl Job {
             return Ok(moved);
         };
         if reply.is_closed() {
+            // The caller may give its lease up with its future: what runs must end soon.
+            self.deadline = self.deadline.min(now);
             self.answer(Err(TransferError::Stopped));
         } else if now >= self.deadline {
             self.answer(Err(TransferError::Deadline {
@@ -162,16 +168,26 @@ impl Job {
         Ok(())
     }
 
-    fn drain(&self, now: Instant, before: usize) -> Turn {
+    /// After the answer: waits until UCX lets go of the memory.
+    fn drain(&mut self, now: Instant, before: usize) -> Turn {
         if self.transfer.outstanding() == 0 {
-            Turn::Over
-        } else if now >= self.next_look() {
-            Turn::Broken(Rc::clone(self.transfer.key().endpoint()))
-        } else if self.transfer.outstanding() < before {
-            Turn::Moved
-        } else {
-            Turn::Idle
+            return Turn::Over;
         }
+        let late = now >= self.next_look();
+        match (late, self.cut) {
+            (true, Some(_)) => {
+                tracing::warn!("an operation never ended, its memory is leaked");
+                Turn::Over
+            }
+            (true, None) => self.broken(now),
+            _ if self.transfer.outstanding() < before => Turn::Moved,
+            _ => Turn::Idle,
+        }
+    }
+
+    fn broken(&mut self, now: Instant) -> Turn {
+        self.cut.get_or_insert(now);
+        Turn::Broken(Rc::clone(self.transfer.key().endpoint()))
     }
 }
 

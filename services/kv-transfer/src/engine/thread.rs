@@ -65,12 +65,11 @@ impl State {
     fn turn(&mut self, queue: &Receiver<Command>) -> bool {
         let mut moved = self.accept(queue);
         moved |= self.worker.progress();
-        let now = base::clock::now();
         for _ in 0..self.jobs.len() {
             let Some(mut job) = self.jobs.pop_front() else {
                 break;
             };
-            match job.turn(now) {
+            match job.turn(base::clock::now()) {
                 Turn::Idle => {}
                 Turn::Moved => moved = true,
                 Turn::Broken(endpoint) => {

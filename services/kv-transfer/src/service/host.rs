@@ -61,7 +61,10 @@ pub async fn run(
     let mut server = task::spawn(proto::server::serve(listener, routes, cancelled));
     let _reaper = task::spawn(reap(service.clone()));
 
-    let membership = join(registry.as_ref(), &advertise, pool).await?;
+    let membership = tokio::select! {
+        joined = join(registry.as_ref(), &advertise, pool) => joined?,
+        () = shutdown.requested() => return Ok(()),
+    };
     health.set_all(true).await;
     readiness.set(true);
     tracing::info!(%advertise, transports = ?service.transports(), "ready");
