@@ -1,11 +1,13 @@
 //! A node service in a process of its own, and prefixes to move through it.
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::time::Duration;
 
-use kv::{KvDType, KvGeometry, PrefixIdentity};
-use kv_transfer::engine::{EngineConfig, Transport};
-use kv_transfer::{ClientConfig, KvClient, PublishRequest};
+use base::Deadline;
+use kv::{KvDType, KvGeometry, Manifest, PrefixIdentity};
+use kv_transfer::engine::{Engine, EngineConfig, Remote, Transport};
+use kv_transfer::{ClientConfig, KvClient, PublishRequest, TransferError};
 use proto::v1;
 use proto::v1::kv_transfer_service_client::KvTransferServiceClient;
 use tonic::transport::Channel;
@@ -151,5 +153,81 @@ pub(crate) fn prefix(heads: usize, tokens: usize) -> PublishRequest {
         geometry: geometry(heads),
         tokens,
         payload: (0..bytes).map(byte).collect(),
+    }
+}
+
+pub(crate) async fn fetch(
+    client: &KvClient,
+    handle: &v1::PrefixHandle,
+    geometry: &KvGeometry,
+) -> Result<kv_transfer::Fetched, TransferError> {
+    client
+        .fetch(handle, geometry, "conformance", "receiver")
+        .await
+}
+
+/// Name of the UCX transport that must be in use.
+pub(crate) fn ucx_name(transport: Transport) -> &'static str {
+    match transport {
+        Transport::Shm => "posix",
+        Transport::Tcp => "tcp",
+    }
+}
+
+/// Reserves a slot, writes `payload` into it, and seals it with what `manifest` makes of it.
+pub(crate) async fn seal_by_hand(
+    node: &Node,
+    engine: &Engine,
+    request: &PublishRequest,
+    damage: impl FnOnce(&mut v1::PrefixManifest),
+) -> Result<(v1::ReserveResponse, v1::SealResponse), tonic::Status> {
+    let mut stub = node.stub();
+    let bytes = request.payload.len() as u64;
+    let reserve = v1::ReserveRequest {
+        request_id: "by-hand".into(),
+        bytes,
+        ttl_ms: 60_000,
+    };
+    let reserved = stub.reserve(reserve).await?.into_inner();
+    let remote = remote(&reserved);
+    let soon = Deadline::after(&base::clock::SystemClock, Duration::from_secs(30));
+    engine
+        .put(&remote, Arc::new(request.payload.clone()), soon)
+        .await
+        .unwrap();
+    let PublishRequest {
+        identity,
+        geometry,
+        tokens,
+        payload,
+        ..
+    } = request;
+    let manifest = Manifest::describe(*identity, *geometry, *tokens, payload, CHUNK).unwrap();
+    let mut wire = v1::PrefixManifest {
+        identity: manifest.identity.as_bytes().to_vec(),
+        geometry: Some(kv_transfer::wire::geometry_to_proto(geometry)),
+        tokens: u32::try_from(*tokens).unwrap(),
+        bytes,
+        chunk_bytes: u32::try_from(CHUNK).unwrap(),
+        chunk_crc32c: manifest.crcs,
+    };
+    damage(&mut wire);
+    let seal = v1::SealRequest {
+        slot: reserved.slot,
+        generation: reserved.generation,
+        lease: reserved.lease,
+        manifest: Some(wire),
+    };
+    let sealed = stub.seal(seal).await?.into_inner();
+    Ok((reserved, sealed))
+}
+
+pub(crate) fn remote(reserved: &v1::ReserveResponse) -> Remote {
+    let region = reserved.region.clone().unwrap();
+    Remote {
+        worker_address: region.worker_address,
+        key: region.rkey,
+        address: region.address,
+        bytes: region.bytes,
     }
 }

@@ -1,0 +1,6 @@
+//! What a prefix transfer promises, on every transport, between processes.
+#![allow(clippy::unwrap_used)]
+
+mod contents;
+mod failures;
+mod support;
