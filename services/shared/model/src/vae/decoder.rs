@@ -52,8 +52,8 @@ impl Decoder {
         see: &mut dyn FnMut(&str, &Tensor),
     ) -> Result<Tensor, ModelError> {
         let mut x = conv3d(z, &self.conv_in)?;
-        add_repeated(&mut x, z, self.deepest)?;
         see("conv_in", &x);
+        add_repeated(&mut x, z, self.deepest)?;
         x = self.mid.forward(&x, see)?;
         for (level, (blocks, up)) in self.levels.iter().enumerate() {
             for (b, block) in blocks.iter().enumerate() {
