@@ -44,7 +44,7 @@ pub(crate) fn rms_factor(x: &[f32], eps: f32) -> f32 {
         #[inline(always)]
         |acc, v| v.mul_add(v, acc),
     );
-    1.0 / (sum / x.len() as f32 + eps).sqrt()
+    1.0 / sum.mul_add(1.0 / x.len() as f32, eps).sqrt()
 }
 
 /// `(x - mean) / sqrt(var + eps) * w + b` over the last dimension, biased variance. `w`, `b` `[H]`.

@@ -137,44 +137,47 @@ impl HeadStep<'_> {
                     .chunks_exact_mut(self.heads.q * d)
                     .zip(k.chunks_exact_mut(self.heads.kv * d))
                     .zip(v.chunks_exact_mut(self.heads.kv * d));
-                for ((row, (cos, sin)), ((q, k), v)) in rows.zip(tables).zip(outputs) {
+                for ((row, table), ((q, k), v)) in rows.zip(tables).zip(outputs) {
                     for (j, part) in row.chunks_exact((group + 2) * d).enumerate() {
-                        let queries = part[..group * d].chunks_exact(d);
-                        let q = q[j * group * d..(j + 1) * group * d].chunks_exact_mut(d);
-                        for (x, out) in queries.zip(q) {
-                            rotate_norm(x, (cos, sin), self.q_norm, self.eps, out);
-                        }
-                        let (key, value) = part[group * d..].split_at(d);
-                        let k = &mut k[j * d..(j + 1) * d];
-                        rotate_norm(key, (cos, sin), self.k_norm, self.eps, k);
+                        let (queries, rest) = part.split_at(group * d);
+                        let (key, value) = rest.split_at(d);
+                        rotate_heads(queries, table, &mut q[j * group * d..(j + 1) * group * d]);
+                        rotate_heads(key, table, &mut k[j * d..(j + 1) * d]);
                         v[j * d..(j + 1) * d].copy_from_slice(value);
                     }
+                    // A pass of its own: reading a head right after writing it in other pieces stalls.
+                    norm_heads(q, d, self.q_norm, self.eps);
+                    norm_heads(k, d, self.k_norm, self.eps);
                 }
             },
         );
     }
 }
 
-/// Rotates one head and normalises it; the usual sizes are compiled with a constant length.
+/// Rotates heads of one token; the usual sizes are compiled with a constant length.
 #[inline(always)]
-fn rotate_norm(
-    x: &[f32],
-    (cos, sin): (&[f32], &[f32]),
-    norm: Option<&[f32]>,
-    eps: f32,
-    out: &mut [f32],
-) {
-    match x.len() {
-        16 => rotate::<8>(x, cos, sin, out),
-        32 => rotate::<16>(x, cos, sin, out),
-        64 => rotate::<32>(x, cos, sin, out),
-        128 => rotate::<64>(x, cos, sin, out),
-        _ => rotate_any(x, cos, sin, out),
+fn rotate_heads(x: &[f32], (cos, sin): (&[f32], &[f32]), out: &mut [f32]) {
+    let d = cos.len();
+    for (x, out) in x.chunks_exact(d).zip(out.chunks_exact_mut(d)) {
+        match d {
+            16 => rotate::<8>(x, cos, sin, out),
+            32 => rotate::<16>(x, cos, sin, out),
+            64 => rotate::<32>(x, cos, sin, out),
+            128 => rotate::<64>(x, cos, sin, out),
+            _ => rotate_any(x, cos, sin, out),
+        }
     }
-    let Some(weight) = norm else { return };
-    let inv = rms_factor(out, eps);
-    for (o, &w) in out.iter_mut().zip(weight) {
-        *o = *o * inv * w;
+}
+
+/// RMS norm of each head of `d` elements, in place.
+#[inline(always)]
+fn norm_heads(x: &mut [f32], d: usize, weight: Option<&[f32]>, eps: f32) {
+    let Some(weight) = weight else { return };
+    for head in x.chunks_exact_mut(d) {
+        let inv = rms_factor(head, eps);
+        for (o, &w) in head.iter_mut().zip(weight) {
+            *o = *o * inv * w;
+        }
     }
 }
 

@@ -6,6 +6,8 @@
 #![allow(unsafe_code)]
 
 pub(crate) mod math;
+#[cfg(test)]
+mod second_opinion;
 pub(crate) mod tile;
 
 use std::sync::LazyLock;
@@ -50,15 +52,31 @@ pub(crate) fn level() -> Level {
 /// Runs `f` compiled for the widest unit of this CPU. `f` should be `#[inline(always)]`.
 #[inline]
 pub(crate) fn run<R>(f: impl FnOnce() -> R) -> R {
+    run_at(level(), f)
+}
+
+/// The same for a given unit, which must not be wider than what the CPU has.
+#[inline]
+fn run_at<R>(at: Level, f: impl FnOnce() -> R) -> R {
+    assert!(at <= level());
     #[cfg(target_arch = "x86_64")]
-    match level() {
+    match at {
         // SAFETY: `level` answers Avx512 only where the CPU reported every feature that is enabled.
         Level::Avx512 => return unsafe { run_avx512(f) },
-        // SAFETY: `level` answers Avx2 only where the CPU reported AVX2 and FMA.
+        // SAFETY: `level` answers Avx2 or more only where the CPU reported AVX2 and FMA.
         Level::Avx2 => return unsafe { run_avx2(f) },
         Level::Base => {}
     }
     f()
+}
+
+/// The units of this CPU, narrowest first.
+#[cfg(test)]
+fn levels() -> Vec<Level> {
+    [Level::Base, Level::Avx2, Level::Avx512]
+        .into_iter()
+        .filter(|&l| l <= level())
+        .collect()
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -71,4 +89,34 @@ fn run_avx512<R>(f: impl FnOnce() -> R) -> R {
 #[target_feature(enable = "avx2,fma")]
 fn run_avx2<R>(f: impl FnOnce() -> R) -> R {
     f()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_vector_unit_gives_the_same_bits() {
+        let x: Vec<f32> = (0..1000).map(|i| (i as f32 * 0.37).sin() * 30.0).collect();
+        let results: Vec<Vec<u32>> = levels()
+            .into_iter()
+            .map(|level| {
+                let mut y = x.clone();
+                let sum = run_at(
+                    level,
+                    #[inline(always)]
+                    || {
+                        let max = math::max(&y);
+                        let sum = math::exp_sum(&mut y, max);
+                        for v in &mut y {
+                            *v = math::silu(*v * 20.0) + math::gelu_tanh(*v);
+                        }
+                        sum + math::sum_by(&y, |acc, v| v.mul_add(v, acc))
+                    },
+                );
+                y.iter().chain([&sum]).map(|v| v.to_bits()).collect()
+            })
+            .collect();
+        assert!(results.windows(2).all(|pair| pair[0] == pair[1]));
+    }
 }

@@ -49,7 +49,11 @@ pub(crate) struct Tile<'a> {
 
 /// Rows that one call handles on this CPU.
 pub(crate) fn rows_per_call() -> usize {
-    match super::level() {
+    rows_at(super::level())
+}
+
+fn rows_at(level: Level) -> usize {
+    match level {
         Level::Avx512 => MAX_ROWS,
         Level::Avx2 => 6,
         Level::Base => 4,
@@ -57,13 +61,20 @@ pub(crate) fn rows_per_call() -> usize {
 }
 
 /// `c += a . b` (or `c = a . b`) for a tile; `a` holds rows [`STRIDE`] apart.
+#[inline]
 pub(crate) fn multiply_add<P: PanelRow>(a: &[f32], b: &[P], c: Tile<'_>) {
+    multiply_add_at(super::level(), a, b, c);
+}
+
+/// The same for a given unit, which must not be wider than what the CPU has.
+#[inline]
+fn multiply_add_at<P: PanelRow>(at: Level, a: &[f32], b: &[P], c: Tile<'_>) {
     let rows = c.rows;
-    assert!((1..=rows_per_call()).contains(&rows) && b.len() <= KC);
+    assert!(at <= super::level() && (1..=rows_at(at)).contains(&rows) && b.len() <= KC);
     assert!(a.len() >= (rows - 1) * STRIDE + b.len());
     assert!(c.stride >= P::WIDTH && c.data.len() >= (rows - 1) * c.stride + P::WIDTH);
     #[cfg(target_arch = "x86_64")]
-    match super::level() {
+    match at {
         // SAFETY: the CPU has AVX-512 at this level.
         Level::Avx512 => return unsafe { x86::avx512_rows(a, b, c) },
         // SAFETY: the CPU has AVX2 and FMA at this level.
@@ -100,21 +111,21 @@ impl<const N: usize> PanelRow for [f32; N] {
     #[inline(always)]
     fn load512(&self, half: usize) -> std::arch::x86_64::__m512 {
         let part: &[f32; 16] = &self.as_chunks::<16>().0[half];
-        bytemuck_array(part)
+        reinterpret(part)
     }
 
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     fn load256(&self, quarter: usize) -> std::arch::x86_64::__m256 {
         let part: &[f32; 8] = &self.as_chunks::<8>().0[quarter];
-        bytemuck_array(part)
+        reinterpret(part)
     }
 }
 
 /// Reads a value of another type with the same size from unaligned memory.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-fn bytemuck_array<A, V: Copy>(part: &A) -> V {
+fn reinterpret<A, V: Copy>(part: &A) -> V {
     const { assert!(size_of::<A>() == size_of::<V>()) };
     // SAFETY: both types are plain arrays of floats of equal size (checked at compile time above), every
     // bit pattern is valid, and the read is unaligned.
@@ -136,7 +147,7 @@ impl PanelRow for [bf16; PANEL] {
             #[inline(always)]
             |j| self.get(half * 16 + j),
         );
-        bytemuck_array(&wide)
+        reinterpret(&wide)
     }
 
     #[cfg(target_arch = "x86_64")]
@@ -146,7 +157,7 @@ impl PanelRow for [bf16; PANEL] {
             #[inline(always)]
             |j| self.get(quarter * 8 + j),
         );
-        bytemuck_array(&wide)
+        reinterpret(&wide)
     }
 }
 
@@ -259,6 +270,76 @@ mod x86 {
                 for (h, acc) in acc.iter().enumerate() {
                     // SAFETY: `row` has 16 elements; 8 are written from 0 or 8 on.
                     unsafe { _mm256_storeu_ps(row[h * 8..].as_mut_ptr(), *acc) };
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn values(n: usize) -> Vec<f32> {
+        (0..n).map(|i| (i as f32 * 1.7).sin()).collect()
+    }
+
+    fn tile_at<P: PanelRow>(level: Level, a: &[f32], b: &[P], rows: usize, add: bool) -> Vec<u32> {
+        let stride = P::WIDTH + 3;
+        let mut data = values(rows * stride);
+        multiply_add_at(
+            level,
+            a,
+            b,
+            Tile {
+                data: &mut data,
+                stride,
+                rows,
+                add,
+            },
+        );
+        data.iter().map(|v| v.to_bits()).collect()
+    }
+
+    #[test]
+    fn every_vector_unit_gives_the_same_bits() {
+        let a = values(MAX_ROWS * STRIDE);
+        for (k, add) in [(1, true), (7, false), (KC, true)] {
+            let wide: Vec<[f32; PANEL]> = (0..k)
+                .map(|i| std::array::from_fn(|j| ((i * 37 + j) as f32).cos()))
+                .collect();
+            let narrow: Vec<[f32; 16]> = wide
+                .iter()
+                .map(|row| std::array::from_fn(|j| row[j]))
+                .collect();
+            let short: Vec<[bf16; PANEL]> = wide.iter().map(|r| r.map(bf16::from_f32)).collect();
+            for level in super::super::levels() {
+                for rows in 1..=rows_at(level) {
+                    let want = |width: usize, b: &dyn Fn(usize, usize) -> f32| -> Vec<u32> {
+                        let mut c = values(rows * (width + 3));
+                        for (at, c) in c.iter_mut().enumerate() {
+                            let (r, j) = (at / (width + 3), at % (width + 3));
+                            if j < width {
+                                let start = if add { *c } else { 0.0 };
+                                let chain =
+                                    |sum: f32, i: usize| a[r * STRIDE + i].mul_add(b(i, j), sum);
+                                *c = (0..k).fold(start, chain);
+                            }
+                        }
+                        c.iter().map(|v| v.to_bits()).collect()
+                    };
+                    assert_eq!(
+                        tile_at(level, &a, &wide, rows, add),
+                        want(PANEL, &|i, j| wide[i][j])
+                    );
+                    assert_eq!(
+                        tile_at(level, &a, &narrow, rows, add),
+                        want(16, &|i, j| wide[i][j])
+                    );
+                    assert_eq!(
+                        tile_at(level, &a, &short, rows, add),
+                        want(PANEL, &|i, j| short[i][j].to_f32())
+                    );
                 }
             }
         }
