@@ -2,12 +2,15 @@
 use std::sync::Arc;
 
 use base::clock;
-use model::{DenoiseJob, Model, PrefixKv};
+use model::{DenoiseJob, Latents, Model, PrefixKv};
 use parallel::RankContext;
 use stage::StageError;
 use telemetry::{Metrics, names};
 
 use crate::batch::{Denoiser, Weight};
+
+/// Side of the latents that the decoder warms up with.
+const WARM_UP_SIDE: usize = 2;
 
 /// Steps [`DenoiseJob`]s.
 #[derive(Debug)]
@@ -56,8 +59,8 @@ pub(crate) fn weight(job: &DenoiseJob) -> Weight {
     }
 }
 
-/// One step and one decode of the smallest picture on an empty prefix, so that the first request
-/// meets warm weights and threads.
+/// One step of the smallest picture on a one-token prefix and the decode of a few latents, so that the
+/// first request meets warm weights and threads.
 pub(crate) fn warm_up(model: &Model) -> Result<(), StageError> {
     let info = model.info();
     let Some(bucket) = info.buckets.iter().min_by_key(|bucket| bucket.height * bucket.width) else {
@@ -78,6 +81,8 @@ pub(crate) fn warm_up(model: &Model) -> Result<(), StageError> {
     let context = RankContext::single();
     let mut job = DenoiseJob::new(model, spec)?;
     model.denoise_step(&context, &mut [&mut job])?;
-    model.decode(&context, &job.latents()?)?;
+    let channels = job.latents()?.channels();
+    let few = vec![0.0; channels * WARM_UP_SIDE * WARM_UP_SIDE];
+    model.decode(&context, &Latents::new(channels, WARM_UP_SIDE, WARM_UP_SIDE, few)?)?;
     Ok(())
 }

@@ -57,11 +57,7 @@ pub(crate) fn command() -> Command {
         .arg_required_else_help(true);
     let root = Role::ALL.into_iter().fold(root, |root, role| {
         let command = settings::command(role).arg(config_file());
-        root.subcommand(if role == Role::Up {
-            command
-        } else {
-            command.arg(exit_with_parent())
-        })
+        root.subcommand(command.arg(exit_with_parent()))
     });
     root.subcommand(
         Command::new("bench")
@@ -98,8 +94,7 @@ fn exit_with_parent() -> Arg {
     Arg::new("exit_with_parent")
         .long("exit-with-parent")
         .action(ArgAction::SetTrue)
-        .hide(true)
-        .help("Stop when standard input closes")
+        .help("Stop when standard input closes, as it does when the parent process ends")
 }
 
 /// Parses the process's arguments.
@@ -124,7 +119,7 @@ pub(crate) fn parse(
         }
         Some((name, matches)) => {
             let role = role(&name).ok_or_else(missing)?;
-            let exit_with_parent = role != Role::Up && matches.get_flag("exit_with_parent");
+            let exit_with_parent = matches.get_flag("exit_with_parent");
             let config = file(&matches);
             Action::Run {
                 role,

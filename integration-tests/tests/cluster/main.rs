@@ -1,0 +1,9 @@
+//! The real binaries, as real processes, over real sockets: what a client sees of a running system.
+#![allow(clippy::unwrap_used)]
+
+mod bad_input;
+mod commands;
+mod harness;
+mod images;
+mod lifecycle;
+mod reference;
