@@ -202,3 +202,14 @@ fn an_engine_without_a_usable_device_is_refused() {
     let error = Engine::start(&config).unwrap_err();
     assert_ne!(error.to_string(), "");
 }
+
+#[test]
+fn a_pool_larger_than_shared_memory_is_refused_before_it_is_filled() {
+    let engine = Engine::start(&EngineConfig::only(Transport::Shm)).unwrap();
+    let error = engine.allocate(1 << 45).unwrap_err();
+    assert_eq!(
+        (error.code(), error.field()),
+        (Code::InvalidArgument, Some("pool_bytes"))
+    );
+    engine.allocate(MIB).unwrap();
+}

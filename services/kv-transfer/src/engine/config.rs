@@ -4,6 +4,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::TransferError;
 
+/// Where the segments of shared memory live.
+const SHARED_MEMORY_DIR: &str = "/dev/shm";
+
 /// A way for bytes to reach a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -72,6 +75,25 @@ impl EngineConfig {
         }
     }
 
+    /// Refuses a region that the file system of shared memory has no room for: finding out by
+    /// filling it would take the machine's memory first.
+    pub(super) fn check_room(&self, bytes: u64) -> Result<(), TransferError> {
+        if !self.transports.contains(&Transport::Shm) {
+            return Ok(());
+        }
+        let stat = rustix::fs::statvfs(SHARED_MEMORY_DIR).map_err(|error| TransferError::Io {
+            what: "look at /dev/shm",
+            source: error.into(),
+        })?;
+        let room = stat.f_bavail.saturating_mul(stat.f_frsize);
+        if bytes > room {
+            let message =
+                format!("asks for {bytes} bytes, {SHARED_MEMORY_DIR} has room for {room}");
+            return Err(TransferError::invalid("pool_bytes", message));
+        }
+        Ok(())
+    }
+
     /// The UCX options that this stands for.
     pub(crate) fn settings(&self) -> Result<Vec<(&'static CStr, CString)>, TransferError> {
         if self.transports.is_empty() {
@@ -93,6 +115,9 @@ impl EngineConfig {
         if self.transports.contains(&Transport::Shm) {
             // Lets an endpoint that reports the death of its peer run over shared memory.
             settings.push((c"POSIX_ERROR_HANDLING", c"y".to_owned()));
+            // A pool that peers cannot map would still work, copied through small buffers: refuse
+            // it instead.
+            settings.push((c"ALLOC_PRIO", c"md:posix".to_owned()));
         }
         if let Some(devices) = &self.net_devices {
             settings.push((c"NET_DEVICES", text("net_devices", devices.clone())?));

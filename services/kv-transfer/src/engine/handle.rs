@@ -53,6 +53,7 @@ pub struct Engine {
 }
 
 struct Inner {
+    config: EngineConfig,
     commands: SyncSender<Command>,
     shared: Arc<Shared>,
     context: Arc<Context>,
@@ -94,6 +95,7 @@ impl Engine {
         let thread = Mutex::new(Some(thread));
         Ok(Self {
             inner: Arc::new(Inner {
+                config: config.clone(),
                 commands,
                 shared,
                 context,
@@ -108,6 +110,7 @@ impl Engine {
     /// # Errors
     /// [`TransferError::Invalid`] naming `pool_bytes` when the system has not enough memory.
     pub fn allocate(&self, bytes: usize) -> Result<PoolMemory, TransferError> {
+        self.inner.config.check_room(bytes as u64)?;
         PoolMemory::allocate(&self.inner.context, bytes).map_err(|error| {
             if error.is_out_of_memory() {
                 let message = format!("the system cannot give {bytes} bytes of shared memory");
