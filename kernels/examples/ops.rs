@@ -108,10 +108,14 @@ fn main() {
     } else {
         SMALL
     };
-    let t = s.rows * s.tokens;
-    let (h, heads) = (s.hidden, s.heads);
-    let x = random(&[t, h]);
-    let norm = random(&[h]);
+    attention(&s);
+    experts(&s);
+    image(&s);
+}
+
+fn attention(s: &Sizes) {
+    let (t, h, heads) = (s.rows * s.tokens, s.hidden, s.heads);
+    let (x, norm) = (random(&[t, h]), random(&[h]));
     time("rms_norm", 4 * t * h, || rms_norm(&x, &norm, 1e-5).unwrap());
     let w = weight(heads.width(), h);
     time("qkv linear", 2 * t * h * heads.width(), || {
@@ -130,11 +134,12 @@ fn main() {
     let (q, k, v) = split();
     let past = random(&[heads.kv * s.past * heads.dim]);
     let p = past.as_f32().unwrap();
+    let (head_stride, token_stride) = (s.past * heads.dim, heads.dim);
     let part = KvPart {
         k: p,
         v: p,
-        head_stride: s.past * heads.dim,
-        token_stride: heads.dim,
+        head_stride,
+        token_stride,
         len: s.past,
     };
     let rows: Vec<AttnRow<'_>> = (0..s.rows)
@@ -143,14 +148,14 @@ fn main() {
             fresh: r * s.tokens..(r + 1) * s.tokens,
         })
         .collect();
-    let keys = s.past + s.tokens;
+    let (kind, keys) = (SegmentKind::Full, s.past + s.tokens);
     let segments: Vec<Segment> = rows
         .iter()
         .enumerate()
         .map(|(row, r)| Segment {
             row,
             q: r.fresh.clone(),
-            kind: SegmentKind::Full,
+            kind,
             q_pos: 0,
             keys,
         })
@@ -158,7 +163,11 @@ fn main() {
     time("attention", 4 * t * keys * heads.q * heads.dim, || {
         varlen_attention(&q, &k, &v, &rows, &segments, 0.25).unwrap()
     });
-    let router = weight(s.experts, h);
+}
+
+fn experts(s: &Sizes) {
+    let (t, h) = (s.rows * s.tokens, s.hidden);
+    let (x, router) = (random(&[t, h]), weight(s.experts, h));
     time("moe route", 2 * t * h * s.experts, || {
         moe_route(&x, &router, s.top_k, true).unwrap()
     });
@@ -171,7 +180,10 @@ fn main() {
     time("moe experts", 6 * t * s.top_k * h * s.width, || {
         moe_experts(&x, &routing, &experts).unwrap()
     });
-    let (c, pixels) = (h.min(1024), s.rows * s.grid * s.grid);
+}
+
+fn image(s: &Sizes) {
+    let (c, pixels) = (s.hidden.min(1024), s.rows * s.grid * s.grid);
     let x = random(&[s.rows, s.grid, s.grid, c / 4]);
     let w = Conv2dWeight::new(&random(&[c, c / 4, 3, 3]), None).unwrap();
     time("conv2d c/4 -> c", 2 * pixels * c * c / 4 * 9, || {

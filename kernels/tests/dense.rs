@@ -1,5 +1,5 @@
 //! Linear layers, norms, activations and the expert block against their plain definitions.
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::unwrap_used)]
 
 mod common;
 

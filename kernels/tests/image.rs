@@ -1,5 +1,5 @@
 //! Convolutions and group normalisation against their plain definitions.
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::unwrap_used)]
 
 mod common;
 

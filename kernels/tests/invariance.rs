@@ -1,5 +1,5 @@
 //! The promise of the crate: a row's result does not depend on the batch nor on the threads, bit for bit.
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::unwrap_used)]
 
 mod common;
 

@@ -1,5 +1,5 @@
 //! Tensors: views, types, sizes, and what is refused.
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::unwrap_used)]
 
 mod common;
 

@@ -237,7 +237,7 @@ pub fn varlen_attention_workspace_bytes(heads: AttnHeads, threads: usize) -> usi
         kv: heads.kv.max(1),
         dim: heads.dim,
     };
-    threads * shape.scratch_elements() * size_of::<f32>()
+    threads * shape.scratch_per_thread() * size_of::<f32>()
 }
 
 /// Dense attention without a mask: `q [n, Tq, h, d]`, `k`, `v` `[n, Tk, h, d]`; item `i` sees keys

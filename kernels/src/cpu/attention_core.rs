@@ -76,8 +76,13 @@ impl HeadShape {
         self.dim.div_ceil(KC)
     }
 
-    /// Scratch elements of one thread.
-    pub(crate) fn scratch_elements(&self) -> usize {
+    /// Upper bound of the scratch elements of one call, per thread: the buffers, and the strips of
+    /// [`by_head`] for fewer than two tiles per thread.
+    pub(crate) fn scratch_per_thread(&self) -> usize {
+        self.buffer_elements() + 2 * self.tile_queries() * self.q * self.dim
+    }
+
+    fn buffer_elements(&self) -> usize {
         let rows = self.tile_queries() * self.group();
         rows * (self.blocks() * STRIDE + self.padded() + 2)
             + tile::MAX_ROWS * STRIDE

@@ -88,7 +88,7 @@ pub fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
 pub fn swiglu_up_gate(x: &Tensor) -> Result<Tensor> {
     const OP: &str = "swiglu_up_gate";
     x.expect_shape(OP, "x", &[ANY, ANY])?;
-    if x.dim(1) % 2 != 0 {
+    if !x.dim(1).is_multiple_of(2) {
         return Err(KernelError::shape(
             OP,
             "x",

@@ -49,34 +49,47 @@ pub fn moe_route(
     let tokens = logits.dim(0);
     let mut p = scratch(tokens * n);
     softmax_into(logits.as_f32()?, &mut p, n);
-    let mut experts = Vec::with_capacity(tokens * top_k);
-    let mut weights = Vec::with_capacity(tokens * top_k);
-    for row in p.chunks_exact(n) {
-        let first = experts.len();
-        for _ in 0..top_k {
-            let mut best: Option<(usize, f32)> = None;
-            for (e, &v) in row.iter().enumerate() {
-                let better = best.is_none_or(|(_, b)| v > b);
-                if better && !experts[first..].contains(&(e as u32)) {
-                    best = Some((e, v));
+    let (mut experts, mut weights) = (vec![0; tokens * top_k], vec![0.0; tokens * top_k]);
+    let per_piece = tokens.div_ceil(par::pieces(tokens, 4 * n)).max(1);
+    experts
+        .par_chunks_mut(per_piece * top_k)
+        .zip(weights.par_chunks_mut(per_piece * top_k))
+        .zip(p.par_chunks(per_piece * n))
+        .for_each(|((experts, weights), p)| {
+            let slots = experts
+                .chunks_exact_mut(top_k)
+                .zip(weights.chunks_exact_mut(top_k));
+            for (p, (experts, weights)) in p.chunks_exact(n).zip(slots) {
+                choose(p, experts, weights);
+                if renormalise {
+                    let norm = weights.iter().sum::<f32>().max(f32::EPSILON);
+                    weights.iter_mut().for_each(|w| *w /= norm);
                 }
             }
-            let (e, v) = best.unwrap_or((0, 0.0));
-            experts.push(e as u32);
-            weights.push(v);
-        }
-        if renormalise {
-            let sum: f32 = weights[first..].iter().sum();
-            let norm = sum.max(f32::EPSILON);
-            weights[first..].iter_mut().for_each(|w| *w /= norm);
-        }
-    }
+        });
     Ok(Routing {
         experts,
         weights,
         logits,
         top_k,
     })
+}
+
+/// The largest of `p` in descending order, as many as there are slots; the lower index first among equals.
+fn choose(p: &[f32], experts: &mut [u32], weights: &mut [f32]) {
+    let mut filled = 0;
+    for (e, &v) in p.iter().enumerate() {
+        let at = weights[..filled]
+            .iter()
+            .position(|&w| v > w)
+            .unwrap_or(filled);
+        if at < weights.len() {
+            filled = (filled + 1).min(weights.len());
+            experts[at..filled].rotate_right(1);
+            weights[at..filled].rotate_right(1);
+            (experts[at], weights[at]) = (e as u32, v);
+        }
+    }
 }
 
 /// The experts of one layer.

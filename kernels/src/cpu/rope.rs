@@ -32,7 +32,7 @@ impl AttnHeads {
     }
 
     fn check(&self, op: &'static str) -> Result<()> {
-        if self.kv == 0 || self.q == 0 || self.dim == 0 || self.q % self.kv != 0 {
+        if self.kv == 0 || self.q == 0 || self.dim == 0 || !self.q.is_multiple_of(self.kv) {
             let reason = "need q a positive multiple of kv and a positive dim";
             return Err(KernelError::Argument {
                 op,
@@ -40,7 +40,7 @@ impl AttnHeads {
                 reason,
             });
         }
-        if self.dim % 2 != 0 {
+        if !self.dim.is_multiple_of(2) {
             let reason = "need an even dim";
             return Err(KernelError::Argument {
                 op,

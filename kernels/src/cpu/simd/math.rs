@@ -70,7 +70,7 @@ pub(crate) fn silu(x: f32) -> f32 {
 /// `x/2 * (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`, written as `x * sigmoid(2 y)`.
 #[inline(always)]
 pub(crate) fn gelu_tanh(x: f32) -> f32 {
-    const TWO_SQRT_2_OVER_PI: f32 = 1.595_769_1;
+    const TWO_SQRT_2_OVER_PI: f32 = 1.595_769;
     let y = TWO_SQRT_2_OVER_PI * (x * x).mul_add(0.044_715 * x, x);
     x / (1.0 + exp(-y))
 }
