@@ -53,8 +53,14 @@ fn base_tables_and_choices_equal_the_reference() {
         let group = ResolutionGroup::new(base, cell, BucketSet::Base).unwrap();
         assert_eq!(group.step(), count(&case["step"]), "step of {name}");
         assert_table(&group, &case["buckets"], name);
-        for (bucket, want) in group.buckets().iter().zip(case["buckets"].as_array().unwrap()) {
-            assert_eq!(bucket.ratio(), want["ratio"].as_f64().unwrap(), "{want}");
+        for (bucket, want) in group
+            .buckets()
+            .iter()
+            .zip(case["buckets"].as_array().unwrap())
+        {
+            // The JSON reader may be off by the last bit of an f64.
+            let difference = bucket.ratio() - want["ratio"].as_f64().unwrap();
+            assert!(difference.abs() < 1e-12, "{want}");
         }
         for request in case["requests"].as_array().unwrap() {
             let wish = size_request(&request["image_size"]);
@@ -73,7 +79,11 @@ fn instruct_table_and_choices_equal_the_reference() {
     let group = ResolutionGroup::new(base, cell, BucketSet::InstructWithSubSquares).unwrap();
     assert_table(&group, &golden["buckets"], "instruct");
     let released = ResolutionGroup::new(base, cell, BucketSet::Instruct).unwrap();
-    assert_table(&released, &golden["buckets"], "instruct without sub-squares");
+    assert_table(
+        &released,
+        &golden["buckets"],
+        "instruct without sub-squares",
+    );
     for bucket in golden["buckets"].as_array().unwrap() {
         let want: Vec<(usize, usize)> = bucket["extra_hw"]
             .as_array()

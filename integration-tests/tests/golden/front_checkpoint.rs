@@ -47,7 +47,10 @@ fn both_storage_types_load_with_equal_values_and_one_identity() {
         let a = narrow.tensor_f32(name, shape).unwrap();
         let b = wide.tensor(name, shape).unwrap();
         assert_eq!(a.as_f32().unwrap(), b.as_f32().unwrap(), "{name}");
-        assert_eq!(narrow.tensor(name, shape).unwrap().to_f32_vec(), a.to_f32_vec());
+        assert_eq!(
+            narrow.tensor(name, shape).unwrap().to_f32_vec(),
+            a.to_f32_vec()
+        );
     }
     assert_eq!(narrow.weights_id().unwrap(), wide.weights_id().unwrap());
     println!("{} tensors equal in BF16 and F32", names.len());
@@ -91,7 +94,10 @@ fn a_truncated_shard_is_refused() {
     let name = name.to_str().unwrap();
     for keep in [0.0, 0.000_001, 0.001, 0.5, 0.999_99] {
         refused(&format!("kept {keep}"), name, |dir| {
-            let file = fs::OpenOptions::new().write(true).open(dir.join(name)).unwrap();
+            let file = fs::OpenOptions::new()
+                .write(true)
+                .open(dir.join(name))
+                .unwrap();
             let size = file.metadata().unwrap().len();
             file.set_len((size as f64 * keep) as u64).unwrap();
         });
@@ -164,8 +170,14 @@ fn an_unexpected_tensor_is_named() {
             tensors.insert("model.surprise.weight".into(), tensor);
         });
         let path = dir.join("model.safetensors.index.json");
-        let mut index: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-        let shard = shards(dir)[0].file_name().unwrap().to_str().unwrap().to_owned();
+        let mut index: serde_json::Value =
+            serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        let shard = shards(dir)[0]
+            .file_name()
+            .unwrap()
+            .to_str()
+            .unwrap()
+            .to_owned();
         index["weight_map"]["model.surprise.weight"] = shard.into();
         fs::write(&path, serde_json::to_vec(&index).unwrap()).unwrap();
     });
@@ -179,7 +191,12 @@ fn all_differences_come_in_one_error() {
     edit(copy.path(), |tensors| {
         let count = tensors[&name].shape.iter().product();
         tensors.get_mut(&name).unwrap().shape = vec![count];
-        let others: Vec<String> = tensors.keys().filter(|n| **n != name).take(3).cloned().collect();
+        let others: Vec<String> = tensors
+            .keys()
+            .filter(|n| **n != name)
+            .take(3)
+            .cloned()
+            .collect();
         for other in others {
             tensors.remove(&other);
             removed.push(other);
@@ -199,7 +216,9 @@ fn all_differences_come_in_one_error() {
 fn a_tensor_of_another_type_is_named() {
     let name = a_matrix(&model_dir());
     refused("half precision", &name, |dir| {
-        edit(dir, |tensors| tensors.get_mut(&name).unwrap().dtype = "F16".into());
+        edit(dir, |tensors| {
+            tensors.get_mut(&name).unwrap().dtype = "F16".into()
+        });
     });
 }
 
@@ -210,9 +229,7 @@ fn overlapping_tensors_are_refused() {
         let path = dir.join(&shard);
         let mut tensors = read_raw(&path);
         tensors.values_mut().for_each(|t| t.bytes.clear());
-        let small = |offsets: [usize; 2]| {
-            serde_json::json!({"dtype": "F32", "shape": [2], "data_offsets": offsets})
-        };
+        let small = |offsets: [usize; 2]| serde_json::json!({"dtype": "F32", "shape": [2], "data_offsets": offsets});
         let header = serde_json::json!({"a": small([0, 8]), "b": small([4, 12])});
         let header = serde_json::to_vec(&header).unwrap();
         let mut bytes = (header.len() as u64).to_le_bytes().to_vec();

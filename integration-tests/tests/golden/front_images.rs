@@ -60,14 +60,29 @@ fn pictures_are_prepared_as_in_the_reference() {
         assert_close(&what("vae_pixels"), &got, &pixels, level);
 
         let vit = vit_picture(&image, &config.vit_processor).unwrap();
-        let grid = (count(&case["vit"]["token_h"]), count(&case["vit"]["token_w"]));
+        let grid = (
+            count(&case["vit"]["token_h"]),
+            count(&case["vit"]["token_w"]),
+        );
         assert_eq!(vit.grid, grid);
-        assert_eq!(tensors.i32(&what("vit_spatial_shapes")).1, [grid.0 as i32, grid.1 as i32]);
+        assert_eq!(
+            tensors.i32(&what("vit_spatial_shapes")).1,
+            [grid.0 as i32, grid.1 as i32]
+        );
         let (_, mask) = tensors.i32(&what("vit_pixel_attention_mask"));
         let real = grid.0 * grid.1;
-        assert!(mask.iter().enumerate().all(|(i, m)| (*m == 1) == (i < real)));
+        assert!(
+            mask.iter()
+                .enumerate()
+                .all(|(i, m)| (*m == 1) == (i < real))
+        );
         assert_eq!(vit.values.dim(0), count(&case["vit"]["image_token_length"]));
         let (_, want) = tensors.f32(&what("vit_pixel_values"));
-        assert_close(&what("vit_pixel_values"), &vit.values.to_f32_vec(), &want, level);
+        assert_close(
+            &what("vit_pixel_values"),
+            &vit.values.to_f32_vec(),
+            &want,
+            level,
+        );
     }
 }

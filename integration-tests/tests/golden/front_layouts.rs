@@ -113,7 +113,11 @@ fn layouts(setup: &Setup, case: &Value) -> Vec<SequenceLayout> {
                 prompt,
                 system_prompt: inputs["system_prompt"].as_str(),
                 assistant_text: inputs["cot_text"].as_str(),
-                template: inputs["sequence_template"].as_str().unwrap().parse().unwrap(),
+                template: inputs["sequence_template"]
+                    .as_str()
+                    .unwrap()
+                    .parse()
+                    .unwrap(),
                 drop_think: inputs["drop_think"].as_bool().unwrap(),
                 cond_images: &cond_images,
                 target,
@@ -169,7 +173,11 @@ fn slices_and_indices_equal_the_reference() {
                 if case[field].is_null() {
                     assert_eq!(got, &json!([]), "{}: {field}", case["id"]);
                 } else {
-                    assert_eq!(got, &case[field][row], "{}: {field} of row {row}", case["id"]);
+                    assert_eq!(
+                        got, &case[field][row],
+                        "{}: {field} of row {row}",
+                        case["id"]
+                    );
                 }
             }
         }
@@ -315,7 +323,12 @@ fn rotary_tables_equal_the_reference() {
         }
     }
     for ((difference, what), limit) in worst.into_iter().zip([limit::ROPE, limit::ROPE_FAR]) {
-        assert_close(&format!("rotary tables, {what}"), &[difference], &[0.0], limit);
+        assert_close(
+            &format!("rotary tables, {what}"),
+            &[difference],
+            &[0.0],
+            limit,
+        );
     }
 }
 
@@ -343,7 +356,11 @@ fn segments_say_what_the_reference_mask_says() {
                 let at = (row * shape[1] + query) * shape[2];
                 for key in 0..shape[1] {
                     let bit = want[at + key / 8] >> (key % 8) & 1 == 1;
-                    assert_eq!(bit, key < *visible, "{id}: row {row}, query {query}, key {key}");
+                    assert_eq!(
+                        bit,
+                        key < *visible,
+                        "{id}: row {row}, query {query}, key {key}"
+                    );
                 }
             }
         }
@@ -374,12 +391,15 @@ fn guidance_and_second_timestep_layouts_equal_the_reference() {
                 width: count(&case["token_w"]),
             }),
         };
-        let layout =
-            SequenceLayout::new(&setup.tokenizer, &setup.special, &rules, &input).unwrap();
+        let layout = SequenceLayout::new(&setup.tokenizer, &setup.special, &rules, &input).unwrap();
         let (shape, want) = tensors.ids(&format!("{id}.tokens"));
         assert_eq!(shape[0], count(&case["cfg_factor"]), "{id}");
         let layouts = std::slice::from_ref(&layout);
-        assert_eq!(padded_rows(&setup, layouts, shape[0], shape[1]), want, "{id}");
+        assert_eq!(
+            padded_rows(&setup, layouts, shape[0], shape[1]),
+            want,
+            "{id}"
+        );
         assert_instruct_indices(&layout, case, shape[0]);
     }
 }

@@ -20,7 +20,11 @@ fn every_file_of_the_manifest_is_there_and_unchanged() {
             .iter()
             .map(|b| format!("{b:02x}"))
             .collect();
-        assert_eq!(digest, entry["sha256"].as_str().unwrap(), "digest of {name}");
+        assert_eq!(
+            digest,
+            entry["sha256"].as_str().unwrap(),
+            "digest of {name}"
+        );
         checked += 1;
     }
     println!("{checked} files have the digest of the manifest");

@@ -36,7 +36,10 @@ impl Bucket {
 
     /// Image tokens along height and width.
     pub fn grid(&self, pixels_per_token: usize) -> (usize, usize) {
-        (self.height / pixels_per_token, self.width / pixels_per_token)
+        (
+            self.height / pixels_per_token,
+            self.width / pixels_per_token,
+        )
     }
 }
 
@@ -188,7 +191,10 @@ impl ResolutionGroup {
     fn append_extras(&mut self) {
         for (height, width) in EXTRAS {
             let (height, width) = (self.scaled(height), self.scaled(width));
-            let known = self.buckets.iter().any(|b| b.ratio() == ratio(height, width));
+            let known = self
+                .buckets
+                .iter()
+                .any(|b| b.ratio() == ratio(height, width));
             if !known {
                 self.buckets.push(Bucket {
                     ratio_index: self.buckets.len(),
@@ -296,7 +302,10 @@ impl SizeRequest {
         let bad = || {
             ModelError::invalid(
                 "size",
-                format!("`{}` is neither auto, HxW, a:b nor <img_ratio_k>", clipped(text)),
+                format!(
+                    "`{}` is neither auto, HxW, a:b nor <img_ratio_k>",
+                    clipped(text)
+                ),
             )
         };
         if text == "auto" {
@@ -329,10 +338,7 @@ impl SizeRequest {
             Self::Ratio(index) => group.by_index(index).map(Some).ok_or_else(|| {
                 ModelError::invalid(
                     "size",
-                    format!(
-                        "ratio index {index} is not below {}",
-                        group.buckets().len()
-                    ),
+                    format!("ratio index {index} is not below {}", group.buckets().len()),
                 )
             }),
         }
@@ -384,8 +390,21 @@ mod tests {
     fn impossible_sizes_are_refused() {
         let parse = |s| SizeRequest::parse(s, ColonOrder::HeightFirst);
         for bad in [
-            "", "0x5", "5x0", "1024x", "x", "ax3", "-1x5", "+1x5", " 1x5", "1x2x3", "100000x10000",
-            "<img_ratio_>", "<img_ratio_3", "99999999999999999999x1", "1:0",
+            "",
+            "0x5",
+            "5x0",
+            "1024x",
+            "x",
+            "ax3",
+            "-1x5",
+            "+1x5",
+            " 1x5",
+            "1x2x3",
+            "100000x10000",
+            "<img_ratio_>",
+            "<img_ratio_3",
+            "99999999999999999999x1",
+            "1:0",
         ] {
             assert!(parse(bad).is_err(), "{bad}");
         }
@@ -397,9 +416,18 @@ mod tests {
 
     #[test]
     fn a_colon_names_the_side_that_the_release_says() {
-        let wide = SizeRequest::Pixels { height: 9, width: 16 };
-        assert_eq!(SizeRequest::parse("9:16", ColonOrder::HeightFirst).unwrap(), wide);
-        assert_eq!(SizeRequest::parse("16:9", ColonOrder::WidthFirst).unwrap(), wide);
+        let wide = SizeRequest::Pixels {
+            height: 9,
+            width: 16,
+        };
+        assert_eq!(
+            SizeRequest::parse("9:16", ColonOrder::HeightFirst).unwrap(),
+            wide
+        );
+        assert_eq!(
+            SizeRequest::parse("16:9", ColonOrder::WidthFirst).unwrap(),
+            wide
+        );
     }
 
     proptest! {

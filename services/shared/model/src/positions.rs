@@ -81,11 +81,7 @@ fn frequencies(dim: usize, theta: f64) -> Vec<f32> {
 ///
 /// # Errors
 /// `dim` is odd or zero.
-pub fn rope_table(
-    positions: &[Position],
-    dim: usize,
-    theta: f64,
-) -> Result<RopeTable, ModelError> {
+pub fn rope_table(positions: &[Position], dim: usize, theta: f64) -> Result<RopeTable, ModelError> {
     if dim == 0 || dim % 2 != 0 {
         return Err(ModelError::Internal(format!("rope over {dim} dimensions")));
     }
@@ -138,7 +134,13 @@ mod tests {
     fn half_offsets_are_dropped() {
         let start = 100;
         let got = positions(start..start + 1, &[image(start, 80, 45)]).unwrap();
-        assert_eq!(got[0], Position { y: 100 + 1760, x: 100 + 1777 });
+        assert_eq!(
+            got[0],
+            Position {
+                y: 100 + 1760,
+                x: 100 + 1777
+            }
+        );
     }
 
     #[test]

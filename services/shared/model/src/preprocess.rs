@@ -95,7 +95,8 @@ pub fn vae_picture(image: &RgbImage, group: &ResolutionGroup) -> Result<VaePictu
     } else {
         ((tw / w * h).round_ties_even() as usize, bucket.width)
     };
-    if rh.saturating_mul(rw) > MAX_RESIZED_PIXELS {
+    // The pass along rows keeps the height, the one along columns keeps the new width.
+    if rh.max(image.height).saturating_mul(rw) > MAX_RESIZED_PIXELS {
         return Err(ModelError::invalid(
             "images",
             format!(
@@ -137,12 +138,7 @@ pub fn vit_picture(
 ) -> Result<VitPicture, ModelError> {
     check_picture(image)?;
     let patch = processor.patch_size;
-    let (rows, columns) = patch_grid(
-        image.height,
-        image.width,
-        patch,
-        processor.max_num_patches,
-    )?;
+    let (rows, columns) = patch_grid(image.height, image.width, patch, processor.max_num_patches)?;
     let resized = resize(image, rows * patch, columns * patch, FilterType::Bilinear)?;
     let row_values = patch * 3;
     let mut values = vec![0f32; processor.max_num_patches * patch * row_values];
@@ -219,8 +215,20 @@ fn check_picture(image: &RgbImage) -> Result<(), ModelError> {
     Ok(())
 }
 
-/// Resamples a picture in 8 bits.
+/// Resamples a picture in 8 bits: first along rows, then along columns, rounding in between. The order shows
+/// where a filter overshoots, and the reference takes this one.
 fn resize(
+    image: &RgbImage,
+    height: usize,
+    width: usize,
+    filter: FilterType,
+) -> Result<RgbImage, ModelError> {
+    let wide = resize_pass(image, image.height, width, filter)?;
+    resize_pass(&wide, height, width, filter)
+}
+
+/// One call of the resampler, which changes one side only.
+fn resize_pass(
     image: &RgbImage,
     height: usize,
     width: usize,
@@ -284,7 +292,11 @@ mod tests {
         let (rows, columns) = picture.vit.grid;
         let values = picture.vit.values.to_f32_vec();
         let real = rows * columns * 768;
-        assert!(values[..real].iter().all(|v| (v - 0.003_921_6).abs() < 1e-6));
+        assert!(
+            values[..real]
+                .iter()
+                .all(|v| (v - 0.003_921_6).abs() < 1e-6)
+        );
         assert!(values[real..].iter().all(|v| *v == 0.0));
     }
 

@@ -83,15 +83,15 @@ fn shifted(t: f32, shift: f64) -> f32 {
 }
 
 /// `count >= 2` values from 1 to 0: counted up from the start in the first half, down to the end in the
-/// second, which keeps both ends exact (the reference does the same).
+/// second, each with one rounding (the reference does the same; its recorded schedules agree bit for bit).
 fn linspace_down(count: usize) -> Vec<f32> {
     let step = (0.0f32 - 1.0) / (count - 1) as f32;
     (0..count)
         .map(|i| {
             if i < count / 2 {
-                1.0 + step * i as f32
+                step.mul_add(i as f32, 1.0)
             } else {
-                0.0 - step * (count - 1 - i) as f32
+                -step * (count - 1 - i) as f32
             }
         })
         .collect()

@@ -41,8 +41,7 @@ impl Tokenizer {
         let mut json: Value = serde_json::from_slice(bytes)
             .map_err(|e| ModelError::Tokenizer(format!("not valid JSON: {e}")))?;
         let added = escape_added_tokens(&mut json)?;
-        let bytes =
-            serde_json::to_vec(&json).map_err(|e| ModelError::Tokenizer(e.to_string()))?;
+        let bytes = serde_json::to_vec(&json).map_err(|e| ModelError::Tokenizer(e.to_string()))?;
         let mut inner = tokenizers::Tokenizer::from_bytes(bytes)
             .map_err(|e| ModelError::Tokenizer(e.to_string()))?;
         inner.set_encode_special_tokens(true);

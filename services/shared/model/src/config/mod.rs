@@ -166,7 +166,10 @@ impl ModelConfig {
         if self.num_heads % self.num_kv_heads != 0 {
             return Err(f.error(
                 "num_key_value_heads",
-                format!("{} does not divide {} heads", self.num_kv_heads, self.num_heads),
+                format!(
+                    "{} does not divide {} heads",
+                    self.num_kv_heads, self.num_heads
+                ),
             ));
         }
         if self.head_dim % 2 != 0 {
@@ -212,12 +215,11 @@ fn head_dim(f: &Fields<'_>, hidden: usize) -> Result<usize, ModelError> {
     let first = f.opt_count("attention_head_dim")?;
     let second = f.opt_count("head_dim")?;
     match (first, second) {
-        (Some(a), Some(b)) if a != b => {
-            Err(f.error("attention_head_dim", format!("{a} differs from head_dim {b}")))
-        }
-        (Some(0), _) | (_, Some(0)) => {
-            Err(f.error("attention_head_dim", "must be at least 1"))
-        }
+        (Some(a), Some(b)) if a != b => Err(f.error(
+            "attention_head_dim",
+            format!("{a} differs from head_dim {b}"),
+        )),
+        (Some(0), _) | (_, Some(0)) => Err(f.error("attention_head_dim", "must be at least 1")),
         (Some(n), _) | (None, Some(n)) => Ok(n),
         (None, None) => {
             let heads = f.size("num_attention_heads")?;
@@ -258,7 +260,10 @@ fn moe_layers(f: &Fields<'_>) -> Result<Vec<MoeConfig>, ModelError> {
                 )));
             }
             if top_k[l] > experts[l] {
-                return Err(f.error("moe_topk", format!("{} of {} experts", top_k[l], experts[l])));
+                return Err(f.error(
+                    "moe_topk",
+                    format!("{} of {} experts", top_k[l], experts[l]),
+                ));
             }
             Ok(MoeConfig {
                 experts: experts[l],

@@ -122,7 +122,9 @@ impl VaeConfig {
             if lower % cells != 0 || (cells * upper) % lower != 0 {
                 return Err(f.error(
                     "block_out_channels",
-                    format!("{upper} and {lower} at level {level} do not match a factor of {cells}"),
+                    format!(
+                        "{upper} and {lower} at level {level} do not match a factor of {cells}"
+                    ),
                 ));
             }
         }
@@ -184,7 +186,10 @@ impl VitConfig {
             return Err(f.error("num_attention_heads", "does not divide hidden_size"));
         }
         if config.num_channels != 3 {
-            return Err(f.error("num_channels", "only RGB pictures (3 channels) are possible"));
+            return Err(f.error(
+                "num_channels",
+                "only RGB pictures (3 channels) are possible",
+            ));
         }
         Ok(config)
     }

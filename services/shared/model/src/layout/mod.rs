@@ -295,11 +295,7 @@ impl SequenceLayout {
         range: Range<usize>,
         config: &ModelConfig,
     ) -> Result<RopeTable, ModelError> {
-        positions::rope_table(
-            &self.positions(range)?,
-            config.head_dim,
-            config.rope_theta,
-        )
+        positions::rope_table(&self.positions(range)?, config.head_dim, config.rope_theta)
     }
 
     /// Attention of tokens `range` as segments that cover it without gap.
@@ -516,7 +512,11 @@ impl Writer<'_> {
 
     fn generated_image(&mut self, grid: ImageGrid) -> Result<(), ModelError> {
         let timestep = self.image_head(grid.ratio_index)?;
-        let guidance = self.extra(self.rules.guidance_token, self.special.guidance, "<guidance>")?;
+        let guidance = self.extra(
+            self.rules.guidance_token,
+            self.special.guidance,
+            "<guidance>",
+        )?;
         let timestep_r = self.extra(
             self.rules.timestep_r_token,
             self.special.timestep_r,

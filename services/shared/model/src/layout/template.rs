@@ -115,7 +115,11 @@ impl Sections<'_> {
     }
 
     fn tag(&self, texts: &Texts, tag: u32) -> Vec<u32> {
-        if texts.answer_tags { vec![tag] } else { Vec::new() }
+        if texts.answer_tags {
+            vec![tag]
+        } else {
+            Vec::new()
+        }
     }
 
     fn push(&mut self, ids: Vec<u32>, droppable: bool) {
@@ -160,13 +164,25 @@ pub(super) enum Part<'a> {
 /// empty, and a block whose closing tag is missing stays one part with its opening tag inside.
 pub(super) fn split_assistant_text(text: &str, drop_think: bool) -> Vec<Part<'_>> {
     let mut parts = Vec::new();
-    split_block(text, ("<think>", "</think>"), !drop_think, &mut parts, &|rest, parts| {
-        split_block(rest, ("<recaption>", "</recaption>"), true, parts, &|rest, parts| {
-            if !rest.is_empty() {
-                parts.push(Part::Body(rest));
-            }
-        });
-    });
+    split_block(
+        text,
+        ("<think>", "</think>"),
+        !drop_think,
+        &mut parts,
+        &|rest, parts| {
+            split_block(
+                rest,
+                ("<recaption>", "</recaption>"),
+                true,
+                parts,
+                &|rest, parts| {
+                    if !rest.is_empty() {
+                        parts.push(Part::Body(rest));
+                    }
+                },
+            );
+        },
+    );
     parts
 }
 

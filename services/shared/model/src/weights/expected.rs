@@ -77,7 +77,10 @@ fn backbone(set: &mut Set, c: &ModelConfig) {
             &[hidden, c.num_heads * c.head_dim],
         );
         if c.use_qk_norm {
-            set.add(format!("{p}.self_attn.query_layernorm.weight"), &[c.head_dim]);
+            set.add(
+                format!("{p}.self_attn.query_layernorm.weight"),
+                &[c.head_dim],
+            );
             set.add(format!("{p}.self_attn.key_layernorm.weight"), &[c.head_dim]);
         }
         set.add(format!("{p}.mlp.gate.wg.weight"), &[moe.experts, hidden]);
@@ -85,13 +88,21 @@ fn backbone(set: &mut Set, c: &ModelConfig) {
             mlp(set, &format!("{p}.mlp.shared_mlp"), hidden, width);
         }
         for e in 0..moe.experts {
-            mlp(set, &format!("{p}.mlp.experts.{e}"), hidden, moe.intermediate);
+            mlp(
+                set,
+                &format!("{p}.mlp.experts.{e}"),
+                hidden,
+                moe.intermediate,
+            );
         }
     }
 }
 
 fn mlp(set: &mut Set, prefix: &str, hidden: usize, width: usize) {
-    set.add(format!("{prefix}.gate_and_up_proj.weight"), &[2 * width, hidden]);
+    set.add(
+        format!("{prefix}.gate_and_up_proj.weight"),
+        &[2 * width, hidden],
+    );
     set.add(format!("{prefix}.down_proj.weight"), &[hidden, width]);
 }
 

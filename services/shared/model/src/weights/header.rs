@@ -43,7 +43,9 @@ pub(super) fn read_header(
         .map_err(|e| fail(format!("cannot be read: {e}")))?
         .len();
     if size < LENGTH_BYTES {
-        return Err(fail(format!("is truncated: {size} bytes, not even a header length")));
+        return Err(fail(format!(
+            "is truncated: {size} bytes, not even a header length"
+        )));
     }
     let mut length = [0u8; LENGTH_BYTES as usize];
     file.read_exact_at(&mut length, 0)
@@ -91,8 +93,8 @@ fn parse_entry(tensor: String, value: Value) -> Result<Placed, ModelError> {
     let fail = |message: String| ModelError::tensor(&tensor, message);
     let raw: RawEntry =
         serde_json::from_value(value).map_err(|e| fail(format!("bad header entry: {e}")))?;
-    let (dtype, width) = stored_type(&raw.dtype)
-        .ok_or_else(|| fail(format!("has unknown type `{}`", raw.dtype)))?;
+    let (dtype, width) =
+        stored_type(&raw.dtype).ok_or_else(|| fail(format!("has unknown type `{}`", raw.dtype)))?;
     let bytes = raw
         .shape
         .iter()
@@ -144,13 +146,19 @@ fn check_coverage(entries: &[Placed], data_bytes: u64, name: &str) -> Result<(),
     {
         return Err(ModelError::file(
             name,
-            format!("is truncated: tensor `{tensor}` ends at {end}, the data has {data_bytes} bytes"),
+            format!(
+                "is truncated: tensor `{tensor}` ends at {end}, the data has {data_bytes} bytes"
+            ),
         ));
     }
     let mut reached = 0;
     for (begin, end, tensor) in spans {
         if begin != reached {
-            let what = if begin < reached { "overlaps another" } else { "leaves a hole before it" };
+            let what = if begin < reached {
+                "overlaps another"
+            } else {
+                "leaves a hole before it"
+            };
             return Err(ModelError::tensor(tensor, format!("{what} in `{name}`")));
         }
         reached = end;

@@ -56,10 +56,19 @@ impl fmt::Display for Mismatch {
         let lines = self
             .misshaped
             .iter()
-            .map(|m| format!("`{}` has shape {:?}, expected {:?}", m.name, m.found, m.expected))
+            .map(|m| {
+                format!(
+                    "`{}` has shape {:?}, expected {:?}",
+                    m.name, m.found, m.expected
+                )
+            })
             .chain(self.missing.iter().map(|n| format!("`{n}` is missing")))
             .chain(self.extra.iter().map(|n| format!("`{n}` is unexpected")))
-            .chain(self.mistyped.iter().map(|n| format!("`{n}` is not F32 or BF16")));
+            .chain(
+                self.mistyped
+                    .iter()
+                    .map(|n| format!("`{n}` is not F32 or BF16")),
+            );
         for (i, line) in lines.enumerate() {
             if i == NAMED {
                 return f.write_str("; and more");
@@ -71,10 +80,7 @@ impl fmt::Display for Mismatch {
 }
 
 /// Compares the stored tensors with the expected ones.
-pub(super) fn compare(
-    stored: &BTreeMap<String, TensorEntry>,
-    expected: &[TensorSpec],
-) -> Mismatch {
+pub(super) fn compare(stored: &BTreeMap<String, TensorEntry>, expected: &[TensorSpec]) -> Mismatch {
     let mut mismatch = Mismatch::default();
     let wanted: BTreeMap<&str, &TensorSpec> =
         expected.iter().map(|s| (s.name.as_str(), s)).collect();

@@ -236,7 +236,11 @@ impl Checkpoint {
                 }
             }
         }
-        match self.tensors.keys().find(|t| !placed.contains_key(t.as_str())) {
+        match self
+            .tensors
+            .keys()
+            .find(|t| !placed.contains_key(t.as_str()))
+        {
             Some(tensor) => Err(ModelError::tensor(
                 tensor,
                 "is in a shard but not in the index",
