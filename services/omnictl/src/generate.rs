@@ -39,13 +39,18 @@ pub(crate) async fn run(
     run.progress.phase(format!("connecting to {endpoint}"));
     let mut client = ImageServiceClient::new(proto::channel::connect(endpoint).await?)
         .max_decoding_message_size(MAX_RESPONSE_BYTES);
-    let outcome = tokio::select! {
-        outcome = run.follow(client.clone(), &id) => outcome,
-        _ = tokio::signal::ctrl_c() => Err(interrupted(&mut client, &id).await),
-        () = tokio::time::sleep(deadline(args) + ANSWER_SLACK) => {
-            // Whether or not the server hears it, this side stops waiting.
-            let _ = requests::send_cancel(&mut client, id.to_string()).await;
-            Err(Failure::new(Code::DeadlineExceeded, "no picture within the deadline").into())
+    let outcome = {
+        // Pinned out here, the stream outlives the select: the server hears the cancellation as such,
+        // and not as a client that went away.
+        let mut follow = std::pin::pin!(run.follow(client.clone(), &id));
+        tokio::select! {
+            outcome = &mut follow => outcome,
+            _ = tokio::signal::ctrl_c() => Err(interrupted(&mut client, &id).await),
+            () = tokio::time::sleep(deadline(args) + ANSWER_SLACK) => {
+                // Whether or not the server hears it, this side stops waiting.
+                let _ = requests::send_cancel(&mut client, id.to_string()).await;
+                Err(Failure::new(Code::DeadlineExceeded, "no picture within the deadline").into())
+            }
         }
     };
     run.progress.clear();
