@@ -12,13 +12,20 @@ use crate::common::{Tensors, json};
 fn layout(model: &Model, case: &Value, prompt: &str) -> SequenceLayout {
     let ctx = ctx();
     let words = words_of(model, case, prompt);
-    Pipeline::new(model, &ctx).image_layout(&words, None, &[], bucket(model, case)).unwrap()
+    Pipeline::new(model, &ctx)
+        .image_layout(&words, None, &[], bucket(model, case))
+        .unwrap()
 }
 
 fn prompts(case: &Value) -> Vec<&str> {
     match &case["prompt"] {
         Value::String(prompt) => vec![prompt],
-        list => list.as_array().unwrap().iter().map(|p| p.as_str().unwrap()).collect(),
+        list => list
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|p| p.as_str().unwrap())
+            .collect(),
     }
 }
 
@@ -27,8 +34,10 @@ fn every_step_of_every_run_equals_the_reference() {
     for (id, case) in json("03_denoise.json").as_object().unwrap() {
         let file = Tensors::load(&format!("03_denoise_{id}.safetensors"));
         for (name, model) in models() {
-            let layouts: Vec<SequenceLayout> =
-                prompts(case).into_iter().map(|prompt| layout(model, case, prompt)).collect();
+            let layouts: Vec<SequenceLayout> = prompts(case)
+                .into_iter()
+                .map(|prompt| layout(model, case, prompt))
+                .collect();
             let make = |i: usize| job(model, &layouts[i], case, latents(&file, "init_latents", i));
             let mut jobs: Vec<DenoiseJob> = (0..layouts.len()).map(make).collect();
             let runs = trace(model, &mut jobs);
@@ -51,8 +60,17 @@ fn requests_of_different_sizes_in_one_batch_equal_the_reference_and_themselves_a
     for (name, model) in models() {
         let make = |i: usize| {
             let layout = layout(model, &cases[i], prompts(&cases[i])[0]);
-            assert_eq!(both_rows(&layout), file.ids(&format!("req{i}.tokens")).1, "08 req{i}: ids");
-            job(model, &layout, &cases[i], latents(&file, &format!("req{i}.init_latents"), 0))
+            assert_eq!(
+                both_rows(&layout),
+                file.ids(&format!("req{i}.tokens")).1,
+                "08 req{i}: ids"
+            );
+            job(
+                model,
+                &layout,
+                &cases[i],
+                latents(&file, &format!("req{i}.init_latents"), 0),
+            )
         };
         let mut jobs: Vec<DenoiseJob> = (0..cases.len()).map(make).collect();
         let runs = trace(model, &mut jobs);

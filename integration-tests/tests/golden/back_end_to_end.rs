@@ -26,7 +26,9 @@ fn text_passes(model: &Model, case: &Value, file: &Tensors) -> (Option<String>, 
     if bot_task != "image" && bot_task != "img_ratio" {
         // The limit of the recorded pass is not in the JSON: it is as long as what was written.
         let max_new = recorded_new(file, call).len();
-        let (seen, text) = pipeline.write(&words, task(bot_task), !auto, max_new).unwrap();
+        let (seen, text) = pipeline
+            .write(&words, task(bot_task), !auto, max_new)
+            .unwrap();
         assert_call(file, call, &seen.prompt_ids, &seen.new_ids);
         written = Some(text);
         call += 1;
@@ -34,19 +36,31 @@ fn text_passes(model: &Model, case: &Value, file: &Tensors) -> (Option<String>, 
     if !auto {
         return (written, bucket(model, case));
     }
-    let (seen, size) = pipeline.choose_size(&words, written.as_deref(), RatioRule::Free).unwrap();
+    let (seen, size) = pipeline
+        .choose_size(&words, written.as_deref(), RatioRule::Free)
+        .unwrap();
     assert_call(file, call, &seen.prompt_ids, &seen.new_ids);
-    assert_eq!(size.ratio_index, count(&case["ratio_index_used"]), "ratio of {case}");
+    assert_eq!(
+        size.ratio_index,
+        count(&case["ratio_index_used"]),
+        "ratio of {case}"
+    );
     (written, size)
 }
 
 fn recorded_new(file: &Tensors, call: usize) -> Vec<u32> {
     let prompt = file.ids(&format!("call{call}.prompt_ids")).1.len();
-    file.ids(&format!("call{call}.output_ids")).1.split_off(prompt)
+    file.ids(&format!("call{call}.output_ids"))
+        .1
+        .split_off(prompt)
 }
 
 fn assert_call(file: &Tensors, call: usize, prompt: &[u32], new: &[u32]) {
-    assert_eq!(prompt, file.ids(&format!("call{call}.prompt_ids")).1, "call {call}: prompt");
+    assert_eq!(
+        prompt,
+        file.ids(&format!("call{call}.prompt_ids")).1,
+        "call {call}: prompt"
+    );
     assert_eq!(new, recorded_new(file, call), "call {call}: new ids");
 }
 
@@ -63,15 +77,26 @@ fn pictures_equal_the_reference() {
             let ctx = ctx();
             let pipeline = Pipeline::new(model, &ctx);
             let words = words(model, case);
-            let layout = pipeline.image_layout(&words, written.as_deref(), &[], size).unwrap();
+            let layout = pipeline
+                .image_layout(&words, written.as_deref(), &[], size)
+                .unwrap();
             assert_eq!(both_rows(&layout), file.ids("gen_tokens").1, "{what}: ids");
             let init = latents(&file, "init_latents", 0);
             let mut job = pipeline.job(&layout, &[], &numbers(case, init)).unwrap();
             let done = pipeline.finish(&mut job).unwrap();
             let values = model.vae().decode_values(&done, Tiles::Whole).unwrap();
             let got = channels_first_tensor(&values);
-            assert_close(&format!("{what} image"), &got, &file.f32("image").1, limit::RUN);
-            assert_bytes(&what, &model.decode(&ctx, &done).unwrap().data, &file.u8("rgb_u8").1);
+            assert_close(
+                &format!("{what} image"),
+                &got,
+                &file.f32("image").1,
+                limit::RUN,
+            );
+            assert_bytes(
+                &what,
+                &model.decode(&ctx, &done).unwrap().data,
+                &file.u8("rgb_u8").1,
+            );
         }
     }
 }
@@ -79,11 +104,22 @@ fn pictures_equal_the_reference() {
 /// At most a grey level anywhere, and on few values only.
 fn assert_bytes(what: &str, got: &[u8], want: &[u8]) {
     assert_eq!(got.len(), want.len(), "{what}: bytes");
-    let worst = got.iter().zip(want).map(|(g, w)| g.abs_diff(*w)).max().unwrap();
+    let worst = got
+        .iter()
+        .zip(want)
+        .map(|(g, w)| g.abs_diff(*w))
+        .max()
+        .unwrap();
     let differing = got.iter().zip(want).filter(|(g, w)| g != w).count();
-    println!("{what}: {differing} of {} bytes differ, by at most {worst}", got.len());
+    println!(
+        "{what}: {differing} of {} bytes differ, by at most {worst}",
+        got.len()
+    );
     assert!(worst <= GREY_LEVELS, "{what}: {worst} grey levels");
-    assert!(differing * 1000 <= got.len(), "{what}: {differing} bytes differ");
+    assert!(
+        differing * 1000 <= got.len(),
+        "{what}: {differing} bytes differ"
+    );
 }
 
 #[test]
@@ -94,7 +130,9 @@ fn an_unguided_job_needs_no_unconditional_row() {
     let ctx = ctx();
     let pipeline = Pipeline::new(model, &ctx);
     let size = model.buckets().buckets()[0];
-    let layout = pipeline.image_layout(&words(model, case), None, &[], size).unwrap();
+    let layout = pipeline
+        .image_layout(&words(model, case), None, &[], size)
+        .unwrap();
     let cond = RowTokens::new(&layout, RowKind::Cond);
     assert_eq!(model.prefill(&ctx, &[&cond]).unwrap().len(), 1);
     let numbers = model::pipeline::Numbers {

@@ -51,13 +51,21 @@ impl Recorder {
                 let key = format!("{prefix}layer{layer}.{name}");
                 if file.has(&key) {
                     let got = &self.tensors[&(layer, site)];
-                    assert_close(&format!("{what} {key}"), got, &file.f32(&key).1, limit::STATE);
+                    assert_close(
+                        &format!("{what} {key}"),
+                        got,
+                        &file.f32(&key).1,
+                        limit::STATE,
+                    );
                     compared += 1;
                 }
             }
             compared += self.assert_routing(what, file, &format!("{prefix}layer{layer}"), layer);
         }
-        assert!(compared >= layers, "{what}: only {compared} states recorded under {prefix}");
+        assert!(
+            compared >= layers,
+            "{what}: only {compared} states recorded under {prefix}"
+        );
     }
 
     fn assert_routing(&self, what: &str, file: &Tensors, prefix: &str, layer: usize) -> usize {
@@ -67,12 +75,22 @@ impl Recorder {
         }
         let routing = &self.routings[&layer];
         let logits = routing.logits.as_f32().unwrap();
-        assert_close(&format!("{what} {key}"), logits, &file.f32(&key).1, limit::STATE);
+        assert_close(
+            &format!("{what} {key}"),
+            logits,
+            &file.f32(&key).1,
+            limit::STATE,
+        );
         let (_, chosen) = file.i32(&format!("{prefix}.topk_idx"));
         let got: Vec<i32> = routing.experts.iter().map(|e| *e as i32).collect();
         assert_eq!(got, chosen, "{what} {prefix}: chosen experts");
         let key = format!("{prefix}.topk_weight");
-        assert_close(&format!("{what} {key}"), &routing.weights, &file.f32(&key).1, limit::STATE);
+        assert_close(
+            &format!("{what} {key}"),
+            &routing.weights,
+            &file.f32(&key).1,
+            limit::STATE,
+        );
         1
     }
 }
@@ -95,7 +113,12 @@ fn assert_caches(what: &str, file: &Tensors, prefix: &str, layers: usize, rows: 
             let key = format!("{prefix}layer{layer}.{name}");
             if file.has(&key) {
                 let got = side(rows, layer, values);
-                assert_close(&format!("{what} {key}"), &got, &file.f32(&key).1, limit::STATE);
+                assert_close(
+                    &format!("{what} {key}"),
+                    &got,
+                    &file.f32(&key).1,
+                    limit::STATE,
+                );
             }
         }
     }
@@ -147,7 +170,9 @@ impl ImagePass<'_> {
             })
             .collect();
         let mut caches: Vec<&mut KvCache> = caches.iter_mut().collect();
-        self.model.run_rows(&ctx(), &rows, &mut caches, probe).unwrap()
+        self.model
+            .run_rows(&ctx(), &rows, &mut caches, probe)
+            .unwrap()
     }
 
     /// Velocities of both rows, `[2, c, h, w]`, from hidden states whose rows begin at token `start`.
@@ -159,8 +184,13 @@ impl ImagePass<'_> {
         let row = hidden.dim(0) / 2;
         (0..2)
             .flat_map(|r| {
-                let image = hidden.narrow0(r * row + span.start - start, span.len()).unwrap();
-                let v = head.final_layer.forward(&image, grid(self.layout), &modulation).unwrap();
+                let image = hidden
+                    .narrow0(r * row + span.start - start, span.len())
+                    .unwrap();
+                let v = head
+                    .final_layer
+                    .forward(&image, grid(self.layout), &modulation)
+                    .unwrap();
                 channels_first_tensor(&v)
             })
             .collect()
@@ -168,7 +198,10 @@ impl ImagePass<'_> {
 
     /// Compares embedders, stem and the input of the layers.
     fn assert_inputs(&self, what: &str, file: &Tensors, prefix: &str, start: usize) {
-        let (stem, head) = (self.model.image_stem().unwrap(), self.model.image_head().unwrap());
+        let (stem, head) = (
+            self.model.image_stem().unwrap(),
+            self.model.image_head().unwrap(),
+        );
         let t = [self.timestep];
         for (name, got) in [
             ("timestep_emb", stem.timestep_token.forward(&t).unwrap()),
@@ -178,14 +211,27 @@ impl ImagePass<'_> {
         ] {
             let key = format!("{prefix}{name}");
             let twice = [got.to_f32_vec(), got.to_f32_vec()].concat();
-            assert_close(&format!("{what} {key}"), &twice, &file.f32(&key).1, limit::STATE);
+            assert_close(
+                &format!("{what} {key}"),
+                &twice,
+                &file.f32(&key).1,
+                limit::STATE,
+            );
         }
         let key = format!("{prefix}patch_embed.conv_in");
         if file.has(&key) {
-            let conv = stem.patch_embed.conv_in(&channels_last(&self.latents)).unwrap();
+            let conv = stem
+                .patch_embed
+                .conv_in(&channels_last(&self.latents))
+                .unwrap();
             let got = channels_first_tensor(&conv);
             let twice = [got.clone(), got].concat();
-            assert_close(&format!("{what} {key}"), &twice, &file.f32(&key).1, limit::STATE);
+            assert_close(
+                &format!("{what} {key}"),
+                &twice,
+                &file.f32(&key).1,
+                limit::STATE,
+            );
         }
         self.assert_embeds(what, file, &format!("{prefix}inputs_embeds"), start);
     }
@@ -197,7 +243,13 @@ impl ImagePass<'_> {
         let mut got = Vec::new();
         for kind in [RowKind::Cond, RowKind::Uncond] {
             let ids = &self.layout.tokens(kind)[start..start + tokens];
-            let mut row = self.model.backbone().unwrap().embed(ids).unwrap().to_f32_vec();
+            let mut row = self
+                .model
+                .backbone()
+                .unwrap()
+                .embed(ids)
+                .unwrap()
+                .to_f32_vec();
             for (at, vectors) in [
                 (image.timestep, self.timestep_token()),
                 (image.span.tokens.start, self.image_tokens()),
@@ -214,7 +266,9 @@ impl ImagePass<'_> {
 fn channels_last(latents: &Latents) -> Tensor {
     let (c, h, w) = (latents.channels(), latents.height(), latents.width());
     let data = latents.data();
-    let values = (0..h * w).flat_map(|p| (0..c).map(move |i| data[i * h * w + p])).collect();
+    let values = (0..h * w)
+        .flat_map(|p| (0..c).map(move |i| data[i * h * w + p]))
+        .collect();
     Tensor::from_f32(&[1, h, w, c], values).unwrap()
 }
 
@@ -228,8 +282,14 @@ fn a_pictures_first_two_passes_equal_the_reference() {
         let ctx = ctx();
         let pipeline = Pipeline::new(model, &ctx);
         let size = bucket(model, case);
-        let layout = pipeline.image_layout(&words(model, case), None, &[], size).unwrap();
-        assert_eq!(both_rows(&layout), file.ids("step0.input_ids").1, "{what}: ids");
+        let layout = pipeline
+            .image_layout(&words(model, case), None, &[], size)
+            .unwrap();
+        assert_eq!(
+            both_rows(&layout),
+            file.ids("step0.input_ids").1,
+            "{what}: ids"
+        );
         let layers = model.config().num_layers();
         let pass = |prefix: &str| ImagePass {
             model,
@@ -246,9 +306,20 @@ fn a_pictures_first_two_passes_equal_the_reference() {
         first.assert_inputs(&what, &file, "step0.", 0);
         seen.assert_matches(&what, &file, "step0.", layers);
         let whole: Vec<PrefixKv> = caches.into_iter().map(KvCache::into_prefix).collect();
-        assert_caches(&what, &file, "step0.", layers, &whole.iter().collect::<Vec<_>>());
+        assert_caches(
+            &what,
+            &file,
+            "step0.",
+            layers,
+            &whole.iter().collect::<Vec<_>>(),
+        );
         let pred = first.velocity(&hidden, 0);
-        assert_close(&format!("{what} step0.pred"), &pred, &file.f32("step0.pred").1, limit::STATE);
+        assert_close(
+            &format!("{what} step0.pred"),
+            &pred,
+            &file.f32("step0.pred").1,
+            limit::STATE,
+        );
         assert_final_block(&what, &file, &first, &hidden);
 
         // The second pass behind the prefix alone.
@@ -256,14 +327,21 @@ fn a_pictures_first_two_passes_equal_the_reference() {
         let target = layout.target().unwrap();
         let prefixes = prefixes(model, &layout);
         assert_prefix_of(&prefixes, &whole);
-        let mut caches: Vec<KvCache> =
-            prefixes.iter().map(|p| KvCache::resume(p, target.end).unwrap()).collect();
+        let mut caches: Vec<KvCache> = prefixes
+            .iter()
+            .map(|p| KvCache::resume(p, target.end).unwrap())
+            .collect();
         let mut seen = Recorder::default();
         let hidden = second.run(target.clone(), &mut caches, &mut seen);
         second.assert_inputs(&what, &file, "step1.", target.start);
         seen.assert_matches(&what, &file, "step1.", layers);
         let cached = second.velocity(&hidden, target.start);
-        assert_close(&format!("{what} step1.pred"), &cached, &file.f32("step1.pred").1, limit::STATE);
+        assert_close(
+            &format!("{what} step1.pred"),
+            &cached,
+            &file.f32("step1.pred").1,
+            limit::STATE,
+        );
         let renewed: Vec<PrefixKv> = caches.into_iter().map(KvCache::into_prefix).collect();
         assert_renewed_cache(&what, &file, &renewed, &whole);
 
@@ -272,8 +350,18 @@ fn a_pictures_first_two_passes_equal_the_reference() {
         let hidden = second.run(0..layout.len(), &mut caches, &mut Recorder::default());
         let full = second.velocity(&hidden, 0);
         let want = file.f32("step1_full_recompute.pred").1;
-        assert_close(&format!("{what} step1 without cache"), &full, &want, limit::STATE);
-        assert_close(&format!("{what} cached and not"), &cached, &full, limit::STATE);
+        assert_close(
+            &format!("{what} step1 without cache"),
+            &full,
+            &want,
+            limit::STATE,
+        );
+        assert_close(
+            &format!("{what} cached and not"),
+            &cached,
+            &full,
+            limit::STATE,
+        );
     }
 }
 
@@ -322,8 +410,12 @@ fn assert_final_block(what: &str, file: &Tensors, pass: &ImagePass<'_>, hidden: 
     let row = hidden.dim(0) / 2;
     let got: Vec<f32> = (0..2)
         .flat_map(|r| {
-            let image = hidden.narrow0(r * row + span.tokens.start, span.tokens.len()).unwrap();
-            let image = image.reshape(&[1, span.grid_h, span.grid_w, hidden.dim(1)]).unwrap();
+            let image = hidden
+                .narrow0(r * row + span.tokens.start, span.tokens.len())
+                .unwrap();
+            let image = image
+                .reshape(&[1, span.grid_h, span.grid_w, hidden.dim(1)])
+                .unwrap();
             channels_first_tensor(&head.final_layer.block(&image, &modulation).unwrap())
         })
         .collect();
@@ -351,10 +443,18 @@ fn a_text_pass_equals_the_reference() {
             .unwrap();
         let ids = layout.tokens(RowKind::Cond);
         assert_eq!(ids, file.ids("input_ids").1, "{what}: ids");
-        let row = RowInput { start: 0, ids, images: &[], full: &[], vectors: &[] };
+        let row = RowInput {
+            start: 0,
+            ids,
+            images: &[],
+            full: &[],
+            vectors: &[],
+        };
         let mut cache = KvCache::new(model.info().kv, ids.len()).unwrap();
         let mut seen = Recorder::default();
-        let hidden = model.run_rows(&ctx(), &[row], &mut [&mut cache], &mut seen).unwrap();
+        let hidden = model
+            .run_rows(&ctx(), &[row], &mut [&mut cache], &mut seen)
+            .unwrap();
         let layers = model.config().num_layers();
         seen.assert_matches(&what, &file, "", layers);
         assert_caches(&what, &file, "", layers, &[&cache.into_prefix()]);
@@ -362,9 +462,18 @@ fn a_text_pass_equals_the_reference() {
         let embedded = backbone.embed(ids).unwrap();
         let normed = backbone.final_norm(&hidden).unwrap();
         let logits = backbone.logits(&normed).unwrap();
-        for (key, got) in [("inputs_embeds", embedded), ("ln_f", normed), ("logits", logits)] {
+        for (key, got) in [
+            ("inputs_embeds", embedded),
+            ("ln_f", normed),
+            ("logits", logits),
+        ] {
             let want = file.f32(key).1;
-            assert_close(&format!("{what} {key}"), got.as_f32().unwrap(), &want, limit::STATE);
+            assert_close(
+                &format!("{what} {key}"),
+                got.as_f32().unwrap(),
+                &want,
+                limit::STATE,
+            );
         }
     }
 }

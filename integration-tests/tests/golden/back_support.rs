@@ -55,7 +55,7 @@ pub(crate) fn words_of<'a>(model: &Model, case: &'a Value, prompt: &'a str) -> W
         prompt,
         system_prompt: text(case, "system_prompt"),
         template: template(model, case),
-        drop_think: false,
+        drop_think: model.config().generation.drop_think,
     }
 }
 
@@ -72,7 +72,11 @@ pub(crate) fn bucket(model: &Model, case: &Value) -> Bucket {
     let bucket = wish.snap(model.buckets()).unwrap().unwrap();
     if case.get("token_h").is_some() {
         let grid = bucket.grid(model.config().pixels_per_token());
-        assert_eq!(grid, (count(&case["token_h"]), count(&case["token_w"])), "grid of {case}");
+        assert_eq!(
+            grid,
+            (count(&case["token_h"]), count(&case["token_w"])),
+            "grid of {case}"
+        );
     }
     bucket
 }
@@ -99,7 +103,9 @@ pub(crate) fn numbers(case: &Value, init: Latents) -> Numbers {
 /// Item `index` of a `[B, C, h, w]` tensor.
 pub(crate) fn latents(file: &Tensors, key: &str, index: usize) -> Latents {
     let (shape, values) = file.f32(key);
-    let [_, c, h, w] = shape[..] else { panic!("{key}: {shape:?}") };
+    let [_, c, h, w] = shape[..] else {
+        panic!("{key}: {shape:?}")
+    };
     let size = c * h * w;
     Latents::new(c, h, w, values[index * size..][..size].to_vec()).unwrap()
 }
@@ -133,7 +139,11 @@ pub(crate) fn grid(layout: &SequenceLayout) -> (usize, usize) {
 /// The ratio index and grid of a bucket.
 pub(crate) fn image_grid(model: &Model, bucket: Bucket) -> ImageGrid {
     let (height, width) = bucket.grid(model.config().pixels_per_token());
-    ImageGrid { ratio_index: bucket.ratio_index, height, width }
+    ImageGrid {
+        ratio_index: bucket.ratio_index,
+        height,
+        width,
+    }
 }
 
 /// Velocities and latents of one step, all `[c, h, w]`.
@@ -165,7 +175,9 @@ pub(crate) fn trace(model: &Model, jobs: &mut [DenoiseJob]) -> Vec<Vec<StepTrace
             });
         };
         let mut probe = model::backbone::NoProbe;
-        model.denoise_step_observed(&ctx(), &mut packed, &mut probe, &mut observe).unwrap();
+        model
+            .denoise_step_observed(&ctx(), &mut packed, &mut probe, &mut observe)
+            .unwrap();
         for index in live {
             let latents = jobs[index].latents().unwrap().data().to_vec();
             traces[index].last_mut().unwrap().latents = latents;
@@ -197,12 +209,20 @@ pub(crate) fn assert_run(what: &str, file: &Tensors, prefix: &str, item: usize, 
             };
             worst = worst.max(max_abs(got, want));
         }
-        println!("{what} {key}: max abs difference {worst:.3e} (limit {:.0e})", limit::RUN);
+        println!(
+            "{what} {key}: max abs difference {worst:.3e} (limit {:.0e})",
+            limit::RUN
+        );
         assert!(worst <= limit::RUN, "{what} {key}: {worst}");
     }
     let want = latents(file, &format!("{prefix}final_latents"), item);
     let last = &run.last().unwrap().latents;
-    assert_close(&format!("{what} final_latents"), last, want.data(), limit::RUN);
+    assert_close(
+        &format!("{what} final_latents"),
+        last,
+        want.data(),
+        limit::RUN,
+    );
 }
 
 /// A job of a case without conditioning images.
@@ -213,5 +233,7 @@ pub(crate) fn job(
     init: Latents,
 ) -> DenoiseJob {
     let ctx = ctx();
-    Pipeline::new(model, &ctx).job(layout, &[], &numbers(case, init)).unwrap()
+    Pipeline::new(model, &ctx)
+        .job(layout, &[], &numbers(case, init))
+        .unwrap()
 }

@@ -26,12 +26,23 @@ fn layout(model: &Model, case: &Value) -> SequenceLayout {
 
 /// Logits after the last of `ids`, everything computed anew.
 fn uncached(model: &Model, ids: &[u32]) -> Vec<f32> {
-    let row = RowInput { start: 0, ids, images: &[], full: &[], vectors: &[] };
+    let row = RowInput {
+        start: 0,
+        ids,
+        images: &[],
+        full: &[],
+        vectors: &[],
+    };
     let mut cache = KvCache::new(model.info().kv, ids.len()).unwrap();
-    let hidden = model.run_rows(&ctx(), &[row], &mut [&mut cache], &mut NoProbe).unwrap();
+    let hidden = model
+        .run_rows(&ctx(), &[row], &mut [&mut cache], &mut NoProbe)
+        .unwrap();
     let backbone = model.backbone().unwrap();
     let last = hidden.narrow0(ids.len() - 1, 1).unwrap();
-    backbone.logits(&backbone.final_norm(&last).unwrap()).unwrap().to_f32_vec()
+    backbone
+        .logits(&backbone.final_norm(&last).unwrap())
+        .unwrap()
+        .to_f32_vec()
 }
 
 #[test]
@@ -45,9 +56,16 @@ fn greedy_text_equals_the_reference_token_for_token() {
             let what = format!("06 {id} {name}");
             let layout = layout(model, case);
             let mut ids = layout.tokens(RowKind::Cond).to_vec();
-            assert_eq!(ids, file.ids(&format!("{id}.prompt_ids")).1, "{what}: prompt ids");
+            assert_eq!(
+                ids,
+                file.ids(&format!("{id}.prompt_ids")).1,
+                "{what}: prompt ids"
+            );
             let row = RowTokens::new(&layout, RowKind::Cond);
-            let mut pass = model.start_text(&ctx(), &[&row], want_ids.len()).unwrap().remove(0);
+            let mut pass = model
+                .start_text(&ctx(), &[&row], want_ids.len())
+                .unwrap()
+                .remove(0);
             let (mut cached, mut fresh) = (Vec::new(), Vec::new());
             for want in &want_ids {
                 cached.extend_from_slice(pass.logits());
@@ -69,13 +87,17 @@ fn text_stops_where_the_reference_stops() {
     for case in json("06_ar_text.json").as_array().unwrap() {
         let ids = |field: &str| -> Vec<u32> {
             let list = case[field].as_array().unwrap();
-            list.iter().map(|v| u32::try_from(v.as_u64().unwrap()).unwrap()).collect()
+            list.iter()
+                .map(|v| u32::try_from(v.as_u64().unwrap()).unwrap())
+                .collect()
         };
         for (name, model) in models() {
             let layout = layout(model, case);
             let row = RowTokens::new(&layout, RowKind::Cond);
             let limit = count(&case["new_tokens"]);
-            let got = model.write_greedy(&ctx(), &row, limit, &ids("stop_token_ids")).unwrap();
+            let got = model
+                .write_greedy(&ctx(), &row, limit, &ids("stop_token_ids"))
+                .unwrap();
             assert_eq!(got, ids("natural_stop_new_ids"), "06 {} {name}", case["id"]);
         }
     }
@@ -85,10 +107,16 @@ fn text_stops_where_the_reference_stops() {
 fn texts_written_together_equal_texts_written_alone() {
     let cases = json("06_ar_text.json");
     let (_, model) = models()[0];
-    let layouts: Vec<SequenceLayout> =
-        cases.as_array().unwrap().iter().map(|case| layout(model, case)).collect();
-    let rows: Vec<RowTokens<'_>> =
-        layouts.iter().map(|layout| RowTokens::new(layout, RowKind::Cond)).collect();
+    let layouts: Vec<SequenceLayout> = cases
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|case| layout(model, case))
+        .collect();
+    let rows: Vec<RowTokens<'_>> = layouts
+        .iter()
+        .map(|layout| RowTokens::new(layout, RowKind::Cond))
+        .collect();
     let refs: Vec<&RowTokens<'_>> = rows.iter().collect();
     let steps = 4;
     let mut together = model.start_text(&ctx(), &refs, steps).unwrap();

@@ -15,7 +15,9 @@ const OVERLAP: f64 = 0.25;
 /// `[1, C, H, W]` as `[H, W, C]`.
 fn picture(file: &Tensors, key: &str) -> Tensor {
     let (shape, values) = file.f32(key);
-    let [_, c, h, w] = shape[..] else { panic!("{key}: {shape:?}") };
+    let [_, c, h, w] = shape[..] else {
+        panic!("{key}: {shape:?}")
+    };
     let last = (0..h * w).flat_map(|p| (0..c).map(move |i| (i, p)));
     let data = last.map(|(i, p)| values[i * h * w + p]).collect();
     Tensor::from_f32(&[h, w, c], data).unwrap()
@@ -24,13 +26,20 @@ fn picture(file: &Tensors, key: &str) -> Tensor {
 /// The keys `{stem}N` of a file, for all N it holds.
 fn numbered(file: &Tensors, stem: &str, suffix: &str) -> Vec<String> {
     let names = (0..).map(|n| format!("{stem}{n}"));
-    names.take_while(|name| file.has(&format!("{name}.{suffix}"))).collect()
+    names
+        .take_while(|name| file.has(&format!("{name}.{suffix}")))
+        .collect()
 }
 
 fn assert_posterior(what: &str, file: &Tensors, prefix: &str, got: &Posterior) {
     for (key, values) in [("mean", &got.mean), ("logvar", &got.log_variance)] {
         let key = format!("{prefix}{key}");
-        assert_close(&format!("{what} {key}"), values.data(), &file.f32(&key).1, limit::STATE);
+        assert_close(
+            &format!("{what} {key}"),
+            values.data(),
+            &file.f32(&key).1,
+            limit::STATE,
+        );
     }
 }
 
@@ -47,22 +56,48 @@ fn decoding_equals_the_reference() {
                 let key = format!("{case}.act.{site}");
                 if file.has(&key) {
                     let got = channels_first_tensor(value);
-                    assert_close(&format!("{what} {key}"), &got, &file.f32(&key).1, limit::STATE);
+                    assert_close(
+                        &format!("{what} {key}"),
+                        &got,
+                        &file.f32(&key).1,
+                        limit::STATE,
+                    );
                     seen.insert(key);
                 }
             };
             let z = single(&file, &format!("{case}.z"));
-            let frames = model.vae().decode_frames(&z, Tiles::Whole, &mut see).unwrap();
-            let recorded = file.names().iter().filter(|n| n.starts_with(&format!("{case}.act."))).count();
+            let frames = model
+                .vae()
+                .decode_frames(&z, Tiles::Whole, &mut see)
+                .unwrap();
+            let recorded = file
+                .names()
+                .iter()
+                .filter(|n| n.starts_with(&format!("{case}.act.")))
+                .count();
             assert_eq!(seen.len(), recorded, "{case}: activations compared");
             let all = format!("{case}.sample_all_t");
             let got = channels_first_tensor(&frames);
-            assert_close(&format!("{what} {all}"), &got, &file.f32(&all).1, limit::STATE);
+            assert_close(
+                &format!("{what} {all}"),
+                &got,
+                &file.f32(&all).1,
+                limit::STATE,
+            );
             let kept = format!("{case}.sample");
             let size = [frames.dim(1), frames.dim(2), frames.dim(3), frames.dim(4)];
-            let last = frames.reshape(&size).unwrap().narrow0(size[0] - 1, 1).unwrap();
+            let last = frames
+                .reshape(&size)
+                .unwrap()
+                .narrow0(size[0] - 1, 1)
+                .unwrap();
             let got = channels_first_tensor(&last);
-            assert_close(&format!("{what} {kept}"), &got, &file.f32(&kept).1, limit::STATE);
+            assert_close(
+                &format!("{what} {kept}"),
+                &got,
+                &file.f32(&kept).1,
+                limit::STATE,
+            );
         }
     }
 }
@@ -80,13 +115,22 @@ fn encoding_equals_the_reference() {
                 let key = format!("{case}.act.{site}");
                 if file.has(&key) {
                     let got = channels_first_tensor(value);
-                    assert_close(&format!("{what} {key}"), &got, &file.f32(&key).1, limit::STATE);
+                    assert_close(
+                        &format!("{what} {key}"),
+                        &got,
+                        &file.f32(&key).1,
+                        limit::STATE,
+                    );
                     seen.insert(key);
                 }
             };
             let x = picture(&file, &format!("{case}.x"));
             let posterior = model.vae().encode(&x, Tiles::Whole, &mut see).unwrap();
-            let recorded = file.names().iter().filter(|n| n.starts_with(&format!("{case}.act."))).count();
+            let recorded = file
+                .names()
+                .iter()
+                .filter(|n| n.starts_with(&format!("{case}.act.")))
+                .count();
             assert_eq!(seen.len(), recorded, "{case}: activations compared");
             assert_posterior(&what, &file, &format!("{case}."), &posterior);
         }
@@ -103,11 +147,23 @@ fn tiled_passes_equal_the_reference() {
             ("tiled_dec.sample_untiled", Tiles::Whole),
             ("tiled_dec.sample", Tiles::Overlapping(OVERLAP)),
         ] {
-            let frames = model.vae().decode_frames(&z, tiles, &mut |_, _| {}).unwrap();
+            let frames = model
+                .vae()
+                .decode_frames(&z, tiles, &mut |_, _| {})
+                .unwrap();
             let size = [frames.dim(1), frames.dim(2), frames.dim(3), frames.dim(4)];
-            let last = frames.reshape(&size).unwrap().narrow0(size[0] - 1, 1).unwrap();
+            let last = frames
+                .reshape(&size)
+                .unwrap()
+                .narrow0(size[0] - 1, 1)
+                .unwrap();
             let got = channels_first_tensor(&last);
-            assert_close(&format!("{what} {key}"), &got, &file.f32(key).1, limit::STATE);
+            assert_close(
+                &format!("{what} {key}"),
+                &got,
+                &file.f32(key).1,
+                limit::STATE,
+            );
         }
         let x = picture(&file, "tiled_enc.x");
         let tiles = Tiles::Overlapping(OVERLAP);
@@ -124,8 +180,14 @@ fn vision_features_equal_the_reference() {
         let key = |name: &str| format!("img{index}.{name}");
         let (shape, values) = file.f32(&key("vit_pixel_values"));
         let values = Tensor::from_f32(&shape[1..], values).unwrap();
-        let grid = (count(&case["vit"]["token_h"]), count(&case["vit"]["token_w"]));
-        assert_eq!(file.i32(&key("vit_spatial_shapes")).1, [grid.0 as i32, grid.1 as i32]);
+        let grid = (
+            count(&case["vit"]["token_h"]),
+            count(&case["vit"]["token_w"]),
+        );
+        assert_eq!(
+            file.i32(&key("vit_spatial_shapes")).1,
+            [grid.0 as i32, grid.1 as i32]
+        );
         for (name, model) in models() {
             let what = format!("04 {name}");
             let mut compared = 0;
@@ -133,16 +195,32 @@ fn vision_features_equal_the_reference() {
                 let key = key(&format!("vit_{site}"));
                 if file.has(&key) {
                     let got = value.as_f32().unwrap();
-                    assert_close(&format!("{what} {key}"), got, &file.f32(&key).1, limit::STATE);
+                    assert_close(
+                        &format!("{what} {key}"),
+                        got,
+                        &file.f32(&key).1,
+                        limit::STATE,
+                    );
                     compared += 1;
                 }
             };
-            let patches = Patches { values: &values, grid };
+            let patches = Patches {
+                values: &values,
+                grid,
+            };
             let aligned = model.vit().unwrap().forward(patches, &mut see).unwrap();
-            assert!(compared >= 3, "img{index}: {compared} inner states compared");
+            assert!(
+                compared >= 3,
+                "img{index}: {compared} inner states compared"
+            );
             let key = key("vit_aligned");
             let got = aligned.as_f32().unwrap();
-            assert_close(&format!("{what} {key}"), got, &file.f32(&key).1, limit::STATE);
+            assert_close(
+                &format!("{what} {key}"),
+                got,
+                &file.f32(&key).1,
+                limit::STATE,
+            );
         }
     }
 }
@@ -156,12 +234,20 @@ fn sampled_latents_of_a_picture_equal_the_reference() {
         let pixels = cond_pixels(&file, index);
         for (name, model) in models() {
             let what = format!("04 {name}");
-            let posterior = model.vae().encode(&pixels, Tiles::Whole, &mut |_, _| {}).unwrap();
+            let posterior = model
+                .vae()
+                .encode(&pixels, Tiles::Whole, &mut |_, _| {})
+                .unwrap();
             assert_posterior(&what, &file, &key("cond_vae_"), &posterior);
             let noise = single(&file, &key("cond_vae_noise"));
             let got = model.vae().sample(&posterior, &noise).unwrap();
             let key = key("cond_vae_latents_scaled");
-            assert_close(&format!("{what} {key}"), got.data(), &file.f32(&key).1, limit::STATE);
+            assert_close(
+                &format!("{what} {key}"),
+                got.data(),
+                &file.f32(&key).1,
+                limit::STATE,
+            );
         }
     }
 }
@@ -169,6 +255,9 @@ fn sampled_latents_of_a_picture_equal_the_reference() {
 /// Pixels of recorded picture `index` for the VAE, `[h, w, 3]` in -1..1.
 pub(crate) fn cond_pixels(file: &Tensors, index: usize) -> Tensor {
     let (shape, bytes) = file.u8(&format!("img{index}.vae_resized_rgb_u8"));
-    let values = bytes.iter().map(|b| (f32::from(*b) / 255.0 - 0.5) / 0.5).collect();
+    let values = bytes
+        .iter()
+        .map(|b| (f32::from(*b) / 255.0 - 0.5) / 0.5)
+        .collect();
     Tensor::from_f32(&shape, values).unwrap()
 }

@@ -44,7 +44,9 @@ impl Model {
         pixels: CondPixels<'_>,
         noise: &Latents,
     ) -> Result<CondFeatures, ModelError> {
-        let posterior = self.vae().encode(pixels.vae, Tiles::Whole, &mut |_, _| {})?;
+        let posterior = self
+            .vae()
+            .encode(pixels.vae, Tiles::Whole, &mut |_, _| {})?;
         let latents = self.vae().sample(&posterior, noise)?;
         self.cond_features(ctx, &latents, pixels.patches)
     }
@@ -65,7 +67,9 @@ impl Model {
         let modulation = stem.patch_embed.modulation(&time)?;
         Ok(CondFeatures {
             timestep: stem.timestep_token.forward(&[0.0])?,
-            vae: stem.patch_embed.forward(&latents.to_tensor()?, &modulation)?,
+            vae: stem
+                .patch_embed
+                .forward(&latents.to_tensor()?, &modulation)?,
             vit: self.vit()?.forward(patches, &mut |_, _| {})?,
             sample_id: sample_id(latents, patches)?,
         })
@@ -75,7 +79,13 @@ impl Model {
 fn sample_id(latents: &Latents, patches: Patches<'_>) -> Result<[u8; 32], ModelError> {
     let mut digest = blake3::Hasher::new();
     let (rows, columns) = patches.grid;
-    for n in [latents.channels(), latents.height(), latents.width(), rows, columns] {
+    for n in [
+        latents.channels(),
+        latents.height(),
+        latents.width(),
+        rows,
+        columns,
+    ] {
         digest.update(&(n as u64).to_le_bytes());
     }
     let real = patches.values.narrow0(0, rows * columns)?;
@@ -99,7 +109,10 @@ pub(crate) fn placed(
     }
     let mut out = Vec::with_capacity(3 * features.len());
     for (image, features) in layout.cond_images.iter().zip(features) {
-        let sizes = [(image.vae.tokens.len(), &features.vae), (image.vit.tokens.len(), &features.vit)];
+        let sizes = [
+            (image.vae.tokens.len(), &features.vae),
+            (image.vit.tokens.len(), &features.vit),
+        ];
         if let Some((tokens, vectors)) = sizes.iter().find(|(n, v)| *n != v.dim(0)) {
             return Err(ModelError::Internal(format!(
                 "{} vectors for {tokens} tokens of a conditioning image",

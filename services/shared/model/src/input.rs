@@ -39,7 +39,10 @@ impl Packed {
         backbone: &Backbone,
         inputs: &[RowInput<'_>],
     ) -> Result<Self, ModelError> {
-        let ids: Vec<u32> = inputs.iter().flat_map(|row| row.ids.iter().copied()).collect();
+        let ids: Vec<u32> = inputs
+            .iter()
+            .flat_map(|row| row.ids.iter().copied())
+            .collect();
         let mut x = backbone.embed(&ids)?;
         let mut places = Vec::with_capacity(ids.len());
         let mut parts = Vec::with_capacity(inputs.len());
@@ -57,7 +60,11 @@ impl Packed {
             parts.push(segments(range, row.full)?);
         }
         let rope = rope_table(&places, config.head_dim, config.rope_theta)?;
-        Ok(Self { x, rope, segments: parts })
+        Ok(Self {
+            x,
+            rope,
+            segments: parts,
+        })
     }
 }
 
@@ -119,16 +126,21 @@ fn rows<'a>(
     caches: &'a mut [&mut KvCache],
 ) -> Result<Vec<Row<'a>>, ModelError> {
     let fits = inputs.len() == caches.len()
-        && inputs.iter().zip(caches.iter()).all(|(input, cache)| input.start == cache.len());
+        && inputs
+            .iter()
+            .zip(caches.iter())
+            .all(|(input, cache)| input.start == cache.len());
     if !fits {
-        return Err(ModelError::Internal("rows do not continue their caches".into()));
+        return Err(ModelError::Internal(
+            "rows do not continue their caches".into(),
+        ));
     }
     let rows = inputs.iter().zip(segments).zip(caches);
     Ok(rows
         .map(|((input, segments), cache)| Row {
             tokens: input.ids.len(),
             segments,
-            kv: RowKv::Append(&mut **cache),
+            kv: RowKv::Append(cache),
         })
         .collect())
 }

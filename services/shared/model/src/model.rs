@@ -37,15 +37,34 @@ pub struct Parts {
 
 impl Parts {
     /// Everything.
-    pub const ALL: Self =
-        Self { text: true, diffusion: true, vae_encoder: true, vae_decoder: true, vit: true };
+    pub const ALL: Self = Self {
+        text: true,
+        diffusion: true,
+        vae_encoder: true,
+        vae_decoder: true,
+        vit: true,
+    };
     /// Text and prefixes, without conditioning images.
-    pub const PREFIX: Self =
-        Self { text: true, diffusion: false, vae_encoder: false, vae_decoder: false, vit: false };
+    pub const PREFIX: Self = Self {
+        text: true,
+        diffusion: false,
+        vae_encoder: false,
+        vae_decoder: false,
+        vit: false,
+    };
     /// Text and prefixes, with conditioning images.
-    pub const PREFIX_WITH_IMAGES: Self = Self { vae_encoder: true, vit: true, ..Self::PREFIX };
+    pub const PREFIX_WITH_IMAGES: Self = Self {
+        vae_encoder: true,
+        vit: true,
+        ..Self::PREFIX
+    };
     /// Denoising and decoding from prefixes made elsewhere.
-    pub const DENOISE: Self = Self { text: false, diffusion: true, vae_decoder: true, ..Self::PREFIX };
+    pub const DENOISE: Self = Self {
+        text: false,
+        diffusion: true,
+        vae_decoder: true,
+        ..Self::PREFIX
+    };
 }
 
 impl Default for Parts {
@@ -153,7 +172,10 @@ impl Model {
                 .then(|| Backbone::load(&root, &config, parts.text))
                 .transpose()?,
             stem: stem.then(|| ImageStem::load(&root, &config)).transpose()?,
-            head: parts.diffusion.then(|| ImageHead::load(&root, &config)).transpose()?,
+            head: parts
+                .diffusion
+                .then(|| ImageHead::load(&root, &config))
+                .transpose()?,
             vae: Vae::load(&root, &config, parts.vae_encoder, parts.vae_decoder)?,
             vit: parts.vit.then(|| Vit::load(&root, &config)).transpose()?,
             info: info(&config, &buckets, weights_id),
@@ -200,7 +222,9 @@ impl Model {
     /// # Errors
     /// `Internal` when it was not loaded.
     pub fn backbone(&self) -> Result<&Backbone, ModelError> {
-        self.backbone.as_ref().ok_or_else(|| absent("text or diffusion"))
+        self.backbone
+            .as_ref()
+            .ok_or_else(|| absent("text or diffusion"))
     }
 
     /// What turns latents into tokens.
@@ -208,7 +232,9 @@ impl Model {
     /// # Errors
     /// `Internal` when it was not loaded.
     pub fn image_stem(&self) -> Result<&ImageStem, ModelError> {
-        self.stem.as_ref().ok_or_else(|| absent("diffusion or vae_encoder"))
+        self.stem
+            .as_ref()
+            .ok_or_else(|| absent("diffusion or vae_encoder"))
     }
 
     /// What turns hidden states into velocity.
@@ -303,7 +329,11 @@ impl Model {
 }
 
 fn resolution_group(config: &ModelConfig) -> Result<ResolutionGroup, ModelError> {
-    let set = if config.extra_ratios { BucketSet::Instruct } else { BucketSet::Base };
+    let set = if config.extra_ratios {
+        BucketSet::Instruct
+    } else {
+        BucketSet::Base
+    };
     ResolutionGroup::new(config.image_base_size, config.pixels_per_token(), set)
 }
 

@@ -30,7 +30,12 @@ impl Latents {
                 data.len()
             )));
         }
-        Ok(Self { channels, height, width, data })
+        Ok(Self {
+            channels,
+            height,
+            width,
+            data,
+        })
     }
 
     /// Reorders values from `[h, w, channels]`.
@@ -79,11 +84,17 @@ impl Latents {
     /// `Kernel`, which would be a defect.
     pub(crate) fn to_tensor(&self) -> Result<Tensor, ModelError> {
         let data = transposed(&self.data, self.channels, self.height * self.width);
-        Ok(Tensor::from_f32(&[1, self.height, self.width, self.channels], data)?)
+        Ok(Tensor::from_f32(
+            &[1, self.height, self.width, self.channels],
+            data,
+        )?)
     }
 
     pub(crate) fn map(&self, f: impl Fn(f32) -> f32) -> Self {
-        Self { data: self.data.iter().map(|v| f(*v)).collect(), ..*self }
+        Self {
+            data: self.data.iter().map(|v| f(*v)).collect(),
+            ..*self
+        }
     }
 }
 
@@ -126,10 +137,16 @@ impl RgbImage {
             )));
         }
         if values.iter().any(|v| v.is_nan()) {
-            return Err(ModelError::Internal("the decoded picture is not a number".into()));
+            return Err(ModelError::Internal(
+                "the decoded picture is not a number".into(),
+            ));
         }
         let level = |v: &f32| ((v / 2.0 + 0.5).clamp(0.0, 1.0) * 255.0).round_ties_even() as u8;
-        Ok(Self { width, height, data: values.iter().map(level).collect() })
+        Ok(Self {
+            width,
+            height,
+            data: values.iter().map(level).collect(),
+        })
     }
 }
 

@@ -98,8 +98,17 @@ impl<'m> Pipeline<'m> {
             TextTask::Recaption => vec![special.recaption],
             TextTask::Auto | TextTask::Ratio => Vec::new(),
         };
-        let text = self.model.tokenizer()?.decode(&[opening, new_ids.clone()].concat())?;
-        Ok((TextCall { prompt_ids: layout.tokens(RowKind::Cond).to_vec(), new_ids }, text))
+        let text = self
+            .model
+            .tokenizer()?
+            .decode(&[opening, new_ids.clone()].concat())?;
+        Ok((
+            TextCall {
+                prompt_ids: layout.tokens(RowKind::Cond).to_vec(),
+                new_ids,
+            },
+            text,
+        ))
     }
 
     /// Lets the model choose a size.
@@ -131,7 +140,13 @@ impl<'m> Pipeline<'m> {
             .by_index(index)
             .ok_or_else(|| ModelError::Internal(format!("no bucket for ratio index {index}")))?;
         let prompt_ids = layout.tokens(RowKind::Cond).to_vec();
-        Ok((TextCall { prompt_ids, new_ids: vec![id] }, bucket))
+        Ok((
+            TextCall {
+                prompt_ids,
+                new_ids: vec![id],
+            },
+            bucket,
+        ))
     }
 
     /// The sequence of a picture.
@@ -153,7 +168,11 @@ impl<'m> Pipeline<'m> {
             template: words.template,
             drop_think: words.drop_think,
             cond_images,
-            target: Target::Image(ImageGrid { ratio_index: bucket.ratio_index, height, width }),
+            target: Target::Image(ImageGrid {
+                ratio_index: bucket.ratio_index,
+                height,
+                width,
+            }),
         })
     }
 
@@ -177,7 +196,11 @@ impl<'m> Pipeline<'m> {
         } else {
             vec![&cond]
         };
-        let mut prefixes = self.model.prefill(self.ctx, &rows)?.into_iter().map(Arc::new);
+        let mut prefixes = self
+            .model
+            .prefill(self.ctx, &rows)?
+            .into_iter()
+            .map(Arc::new);
         let cond = prefixes
             .next()
             .ok_or_else(|| ModelError::Internal("prefill returned no row".into()))?;

@@ -40,7 +40,11 @@ pub struct RowTokens<'a> {
 impl<'a> RowTokens<'a> {
     /// A row without conditioning images.
     pub fn new(layout: &'a SequenceLayout, kind: RowKind) -> Self {
-        Self { layout, kind, images: &[] }
+        Self {
+            layout,
+            kind,
+            images: &[],
+        }
     }
 
     /// A row with conditioning images.
@@ -49,7 +53,11 @@ impl<'a> RowTokens<'a> {
         kind: RowKind,
         images: &'a [CondFeatures],
     ) -> Self {
-        Self { layout, kind, images }
+        Self {
+            layout,
+            kind,
+            images,
+        }
     }
 }
 
@@ -77,7 +85,11 @@ impl Model {
             template: request.template,
             drop_think: self.config().generation.drop_think,
             cond_images: &[],
-            target: Target::Image(ImageGrid { ratio_index: bucket.ratio_index, height, width }),
+            target: Target::Image(ImageGrid {
+                ratio_index: bucket.ratio_index,
+                height,
+                width,
+            }),
         })
     }
 

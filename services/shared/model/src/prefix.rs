@@ -31,7 +31,11 @@ impl PrefixKv {
                 data.len()
             )));
         }
-        Ok(Self { geometry, tokens, data })
+        Ok(Self {
+            geometry,
+            tokens,
+            data,
+        })
     }
 
     /// Layers, heads, head size and type.
@@ -65,7 +69,7 @@ impl PrefixKv {
     ) -> Result<Self, ModelError> {
         require_f32(&geometry)?;
         let expected = values(&geometry, tokens)?;
-        if bytes.len() / size_of::<f32>() != expected || bytes.len() % size_of::<f32>() != 0 {
+        if bytes.len() / size_of::<f32>() != expected || !bytes.len().is_multiple_of(size_of::<f32>()) {
             return Err(ModelError::Internal(format!(
                 "prefix of {tokens} tokens needs {} bytes, got {}",
                 expected * size_of::<f32>(),
@@ -74,7 +78,11 @@ impl PrefixKv {
         }
         let (words, _) = bytes.as_chunks::<4>();
         let data = words.iter().map(|w| f32::from_le_bytes(*w)).collect();
-        Ok(Self { geometry, tokens, data })
+        Ok(Self {
+            geometry,
+            tokens,
+            data,
+        })
     }
 
     /// Keys and values of one layer, as attention reads them.
@@ -100,7 +108,12 @@ impl KvCache {
     pub fn new(geometry: KvGeometry, capacity: usize) -> Result<Self, ModelError> {
         require_f32(&geometry)?;
         let data = vec![0.0; values(&geometry, capacity)?];
-        Ok(Self { geometry, capacity, len: 0, data })
+        Ok(Self {
+            geometry,
+            capacity,
+            len: 0,
+            data,
+        })
     }
 
     /// A copy of a prefix with room to grow to `capacity` tokens.
@@ -108,7 +121,7 @@ impl KvCache {
     /// # Errors
     /// Those of [`KvCache::new`], and `Internal` when the prefix is longer than `capacity`.
     pub fn resume(prefix: &PrefixKv, capacity: usize) -> Result<Self, ModelError> {
-        let mut cache = Self::new(prefix.geometry.clone(), capacity)?;
+        let mut cache = Self::new(prefix.geometry, capacity)?;
         cache.room_for(prefix.tokens)?;
         let from = prefix.tokens * prefix.geometry.head_dim;
         let to = capacity * prefix.geometry.head_dim;
@@ -156,9 +169,16 @@ impl KvCache {
         let data = if self.len == self.capacity || from == 0 {
             self.data
         } else {
-            self.data.chunks_exact(from).flat_map(|head| head[..to].iter().copied()).collect()
+            self.data
+                .chunks_exact(from)
+                .flat_map(|head| head[..to].iter().copied())
+                .collect()
         };
-        PrefixKv { geometry: self.geometry, tokens: self.len, data }
+        PrefixKv {
+            geometry: self.geometry,
+            tokens: self.len,
+            data,
+        }
     }
 
     pub(crate) fn part(&self, layer: usize) -> KvPart<'_> {
@@ -239,11 +259,17 @@ fn require_f32(geometry: &KvGeometry) -> Result<(), ModelError> {
 }
 
 fn values(geometry: &KvGeometry, tokens: usize) -> Result<usize, ModelError> {
-    [geometry.layers, 2, geometry.kv_heads, geometry.head_dim, tokens]
-        .into_iter()
-        .try_fold(1_usize, usize::checked_mul)
-        .filter(|n| *n <= isize::MAX as usize / size_of::<f32>())
-        .ok_or_else(|| ModelError::Internal(format!("kv of {tokens} tokens cannot be addressed")))
+    [
+        geometry.layers,
+        2,
+        geometry.kv_heads,
+        geometry.head_dim,
+        tokens,
+    ]
+    .into_iter()
+    .try_fold(1_usize, usize::checked_mul)
+    .filter(|n| *n <= isize::MAX as usize / size_of::<f32>())
+    .ok_or_else(|| ModelError::Internal(format!("kv of {tokens} tokens cannot be addressed")))
 }
 
 #[cfg(test)]
@@ -251,7 +277,12 @@ mod tests {
     use super::*;
 
     fn geometry() -> KvGeometry {
-        KvGeometry { layers: 2, kv_heads: 3, head_dim: 4, dtype: KvDType::F32 }
+        KvGeometry {
+            layers: 2,
+            kv_heads: 3,
+            head_dim: 4,
+            dtype: KvDType::F32,
+        }
     }
 
     /// `tokens` tokens whose value tells layer, side, head, token and dim apart.
@@ -262,7 +293,9 @@ mod tests {
                 let data = (0..tokens * 12).map(|i| i as f32 + side * 1e3 + layer as f32 * 1e4);
                 Tensor::from_f32(&[tokens, 3, 4], data.collect()).unwrap()
             };
-            cache.write(layer, &make(0.0), &make(1.0), 0..tokens).unwrap();
+            cache
+                .write(layer, &make(0.0), &make(1.0), 0..tokens)
+                .unwrap();
         }
         cache.advance(tokens);
         cache

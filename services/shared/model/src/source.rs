@@ -24,12 +24,18 @@ pub(crate) struct Scope<'a> {
 
 impl<'a> Scope<'a> {
     pub(crate) fn root(source: &'a dyn WeightSource) -> Self {
-        Self { source, prefix: String::new() }
+        Self {
+            source,
+            prefix: String::new(),
+        }
     }
 
     /// The scope `prefix.name`.
     pub(crate) fn child(&self, name: impl std::fmt::Display) -> Self {
-        Self { source: self.source, prefix: format!("{}{name}.", self.prefix) }
+        Self {
+            source: self.source,
+            prefix: format!("{}{name}.", self.prefix),
+        }
     }
 
     fn name(&self, name: &str) -> String {
@@ -89,7 +95,10 @@ impl<'a> Scope<'a> {
 
     /// `weight [n]` and `bias [n]` of a normalisation.
     pub(crate) fn affine(&self, n: usize) -> Result<Affine, ModelError> {
-        Ok(Affine { weight: self.f32("weight", &[n])?, bias: self.f32("bias", &[n])? })
+        Ok(Affine {
+            weight: self.f32("weight", &[n])?,
+            bias: self.f32("bias", &[n])?,
+        })
     }
 }
 

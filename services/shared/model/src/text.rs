@@ -67,7 +67,11 @@ impl Model {
         let logits = self.last_logits(&hidden, &lengths)?;
         let passes = prepared.into_iter().zip(caches).zip(logits);
         Ok(passes
-            .map(|((row, cache), logits)| TextPass { cache, images: row.into_images(), logits })
+            .map(|((row, cache), logits)| TextPass {
+                cache,
+                images: row.into_images(),
+                logits,
+            })
             .collect())
     }
 
@@ -90,7 +94,11 @@ impl Model {
         }
         let (mut inputs, mut caches, mut logits) = (Vec::new(), Vec::new(), Vec::new());
         for (pass, id) in passes.iter_mut().zip(ids) {
-            let TextPass { cache, images, logits: last } = &mut **pass;
+            let TextPass {
+                cache,
+                images,
+                logits: last,
+            } = &mut **pass;
             inputs.push(RowInput {
                 start: cache.len(),
                 ids: std::slice::from_ref(id),
@@ -147,7 +155,11 @@ impl Model {
         let backbone = self.backbone()?;
         let normed = backbone.final_norm(&Tensor::concat0(&last.iter().collect::<Vec<_>>())?)?;
         let logits = backbone.logits(&normed)?;
-        Ok(logits.as_f32()?.chunks_exact(logits.dim(1)).map(<[f32]>::to_vec).collect())
+        Ok(logits
+            .as_f32()?
+            .chunks_exact(logits.dim(1))
+            .map(<[f32]>::to_vec)
+            .collect())
     }
 }
 

@@ -49,8 +49,14 @@ fn model(distilled: bool) -> &'static Model {
     static DISTILLED: OnceLock<Model> = OnceLock::new();
     let cell = if distilled { &DISTILLED } else { &PLAIN };
     cell.get_or_init(|| {
-        let parts = Parts { vae_decoder: false, ..Parts::DENOISE };
-        let options = LoadOptions { parts, ..LoadOptions::default() };
+        let parts = Parts {
+            vae_decoder: false,
+            ..Parts::DENOISE
+        };
+        let options = LoadOptions {
+            parts,
+            ..LoadOptions::default()
+        };
         Model::random(config(distilled), options, 11).unwrap()
     })
 }
@@ -60,12 +66,20 @@ fn ctx() -> RankContext {
 }
 
 fn ids(tokens: usize, salt: u64) -> Vec<u32> {
-    (0..tokens as u64).map(|i| ((i * 37 + salt * 11 + i * i) % 100) as u32).collect()
+    (0..tokens as u64)
+        .map(|i| ((i * 37 + salt * 11 + i * i) % 100) as u32)
+        .collect()
 }
 
 /// Keys and values of `ids` as text.
 fn prefix(model: &Model, ids: &[u32]) -> Arc<PrefixKv> {
-    let row = RowInput { start: 0, ids, images: &[], full: &[], vectors: &[] };
+    let row = RowInput {
+        start: 0,
+        ids,
+        images: &[],
+        full: &[],
+        vectors: &[],
+    };
     let mut cache = KvCache::new(model.info().kv, ids.len()).unwrap();
     model.fill_rows(&ctx(), &[row], &mut [&mut cache]).unwrap();
     Arc::new(cache.into_prefix())
@@ -207,34 +221,69 @@ fn whole_sequence(model: &Model, case: &Case, latents: &Latents, step: usize) ->
     }
     if let Some(embedder) = &head.next_timestep_token {
         let next = schedule.next_timestep(step);
-        vectors.push((row.len() + vectors.len(), embedder.forward(&[next]).unwrap()));
+        vectors.push((
+            row.len() + vectors.len(),
+            embedder.forward(&[next]).unwrap(),
+        ));
     }
     let first = row.len() + vectors.len();
     let (h, w) = case.grid;
     let span: Range<usize> = first..first + h * w;
-    let patch = stem.patch_embed.modulation(&stem.patch_time.forward(&[time]).unwrap()).unwrap();
-    let image = stem.patch_embed.forward(&channels_last(latents), &patch).unwrap();
+    let patch = stem
+        .patch_embed
+        .modulation(&stem.patch_time.forward(&[time]).unwrap())
+        .unwrap();
+    let image = stem
+        .patch_embed
+        .forward(&channels_last(latents), &patch)
+        .unwrap();
     vectors.push((first, image));
     row.resize(span.end + 1, 7);
-    let images = [ImageSpan { tokens: span.clone(), grid_h: h, grid_w: w }];
+    let images = [ImageSpan {
+        tokens: span.clone(),
+        grid_h: h,
+        grid_w: w,
+    }];
     let full = [span.clone()];
-    let input = RowInput { start: 0, ids: &row, images: &images, full: &full, vectors: &vectors };
+    let input = RowInput {
+        start: 0,
+        ids: &row,
+        images: &images,
+        full: &full,
+        vectors: &vectors,
+    };
     let mut cache = KvCache::new(model.info().kv, row.len()).unwrap();
-    let hidden = model.run_rows(&ctx(), &[input], &mut [&mut cache], &mut NoProbe).unwrap();
-    let last = head.final_layer.modulation(&head.final_time.forward(&[time]).unwrap()).unwrap();
+    let hidden = model
+        .run_rows(&ctx(), &[input], &mut [&mut cache], &mut NoProbe)
+        .unwrap();
+    let last = head
+        .final_layer
+        .modulation(&head.final_time.forward(&[time]).unwrap())
+        .unwrap();
     let tokens = hidden.narrow0(span.start, span.len()).unwrap();
-    head.final_layer.forward(&tokens, case.grid, &last).unwrap().to_f32_vec()
+    head.final_layer
+        .forward(&tokens, case.grid, &last)
+        .unwrap()
+        .to_f32_vec()
 }
 
 fn channels_last(latents: &Latents) -> Tensor {
     let (c, h, w) = (latents.channels(), latents.height(), latents.width());
     let data = latents.data();
-    let values = (0..h * w).flat_map(|p| (0..c).map(move |i| data[i * h * w + p])).collect();
+    let values = (0..h * w)
+        .flat_map(|p| (0..c).map(move |i| data[i * h * w + p]))
+        .collect();
     Tensor::from_f32(&[1, h, w, c], values).unwrap()
 }
 
 fn plain() -> Case {
-    Case { grid: (2, 3), steps: 2, seed: 1, guidance: 3.0, tokens: (5, 5) }
+    Case {
+        grid: (2, 3),
+        steps: 2,
+        seed: 1,
+        guidance: 3.0,
+        tokens: (5, 5),
+    }
 }
 
 fn field(result: Result<DenoiseJob, ModelError>) -> &'static str {
@@ -264,7 +313,13 @@ fn a_bad_number_is_refused_by_name() {
     }
     assert_eq!(try_spec(&|s| s.uncond = None), "guidance");
     for (options, name) in [
-        (JobOptions { guidance_rescale: 1.5, ..JobOptions::default() }, "guidance_rescale"),
+        (
+            JobOptions {
+                guidance_rescale: 1.5,
+                ..JobOptions::default()
+            },
+            "guidance_rescale",
+        ),
         (
             JobOptions {
                 init_latents: Some(Latents::new(4, 1, 1, vec![0.0; 4]).unwrap()),
@@ -273,7 +328,10 @@ fn a_bad_number_is_refused_by_name() {
             "init_latents",
         ),
     ] {
-        assert_eq!(field(DenoiseJob::with_options(model, good.clone(), options)), name);
+        assert_eq!(
+            field(DenoiseJob::with_options(model, good.clone(), options)),
+            name
+        );
     }
 }
 
@@ -285,18 +343,29 @@ fn a_foreign_prefix_is_refused() {
     geometry.layers = 1;
     let data = vec![0.0; geometry.elements_per_token() * 5];
     spec.cond = Arc::new(PrefixKv::new(geometry, 5, data).unwrap());
-    assert!(matches!(DenoiseJob::new(model, spec).unwrap_err().kind(), ErrorKind::Internal));
+    assert!(matches!(
+        DenoiseJob::new(model, spec).unwrap_err().kind(),
+        ErrorKind::Internal
+    ));
 }
 
 #[test]
 fn a_finished_job_fails_the_call_and_changes_no_other_job() {
     let model = model(false);
-    let mut done = Case { steps: 1, ..plain() }.job(model);
+    let mut done = Case {
+        steps: 1,
+        ..plain()
+    }
+    .job(model);
     model.denoise_step(&ctx(), &mut [&mut done]).unwrap();
     assert!(done.is_done());
     let mut other = plain().job(model);
     let before = other.latents().unwrap();
-    assert!(model.denoise_step(&ctx(), &mut [&mut other, &mut done]).is_err());
+    assert!(
+        model
+            .denoise_step(&ctx(), &mut [&mut other, &mut done])
+            .is_err()
+    );
     assert_eq!((other.step(), other.latents().unwrap()), (0, before));
     model.denoise_step(&ctx(), &mut []).unwrap();
 }
@@ -305,7 +374,10 @@ fn a_finished_job_fails_the_call_and_changes_no_other_job() {
 fn rescaled_guidance_changes_the_picture_and_zero_does_not() {
     let model = model(false);
     let with = |guidance_rescale: f64| {
-        let options = JobOptions { guidance_rescale, ..JobOptions::default() };
+        let options = JobOptions {
+            guidance_rescale,
+            ..JobOptions::default()
+        };
         let job = DenoiseJob::with_options(model, plain().spec(model), options).unwrap();
         run(model, vec![job], &[0]).remove(0)
     };
@@ -323,7 +395,12 @@ fn a_part_that_was_not_loaded_answers_with_its_name() {
     let error = model.decode(&ctx(), &latents).unwrap_err().to_string();
     assert!(error.contains("vae_decoder"), "{error}");
     let hidden = Tensor::zeros(&[1, 64]).unwrap();
-    let error = model.backbone().unwrap().final_norm(&hidden).unwrap_err().to_string();
+    let error = model
+        .backbone()
+        .unwrap()
+        .final_norm(&hidden)
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("text"), "{error}");
     assert!(model.tokenizer().is_err());
 }

@@ -57,10 +57,16 @@ impl Layer {
     ) -> Result<Self, ModelError> {
         let moe = &config.layers[index];
         let (hidden, dim) = (config.hidden_size, config.head_dim);
-        let heads = AttnHeads { q: config.num_heads, kv: config.num_kv_heads, dim };
+        let heads = AttnHeads {
+            q: config.num_heads,
+            kv: config.num_kv_heads,
+            dim,
+        };
         let attention = scope.child("self_attn");
         let head_norm = |name: &str| {
-            let norm = config.use_qk_norm.then(|| attention.child(name).f32("weight", &[dim]));
+            let norm = config
+                .use_qk_norm
+                .then(|| attention.child(name).f32("weight", &[dim]));
             norm.transpose()
         };
         Ok(Self {
@@ -72,7 +78,9 @@ impl Layer {
                 renormalise: config.norm_topk_prob,
             },
             input_norm: scope.child("input_layernorm").f32("weight", &[hidden])?,
-            post_norm: scope.child("post_attention_layernorm").f32("weight", &[hidden])?,
+            post_norm: scope
+                .child("post_attention_layernorm")
+                .f32("weight", &[hidden])?,
             qkv: attention.child("qkv_proj").linear(hidden, heads.width())?,
             output: attention.child("o_proj").linear(heads.q * dim, hidden)?,
             query_norm: head_norm("query_layernorm")?,
@@ -152,11 +160,19 @@ impl Layer {
     fn mlp<P: Probe>(&self, x: &Tensor, probe: &mut P) -> Result<Tensor, ModelError> {
         let normed = rms_norm(x, &self.post_norm, self.shape.eps)?;
         probe.tensor(self.index, Site::PostNorm, &normed);
-        let routing = moe_route(&normed, &self.router, self.shape.top_k, self.shape.renormalise)?;
+        let routing = moe_route(
+            &normed,
+            &self.router,
+            self.shape.top_k,
+            self.shape.renormalise,
+        )?;
         probe.routing(self.index, &routing);
         let mut out = moe_experts(&normed, &routing, &self.experts)?;
         if let Some(shared) = &self.shared {
-            let extra = linear(&swiglu_up_gate(&linear(&normed, &shared.up_gate)?)?, &shared.down)?;
+            let extra = linear(
+                &swiglu_up_gate(&linear(&normed, &shared.up_gate)?)?,
+                &shared.down,
+            )?;
             probe.tensor(self.index, Site::SharedMlp, &extra);
             add_assign(&mut out, &extra)?;
         }
@@ -166,11 +182,7 @@ impl Layer {
 }
 
 impl SharedMlp {
-    fn load(
-        scope: &Scope<'_>,
-        moe: &MoeConfig,
-        hidden: usize,
-    ) -> Result<Option<Self>, ModelError> {
+    fn load(scope: &Scope<'_>, moe: &MoeConfig, hidden: usize) -> Result<Option<Self>, ModelError> {
         let Some(inner) = moe.shared_intermediate else {
             return Ok(None);
         };
@@ -190,7 +202,11 @@ fn load_experts(
     let mut down = Vec::with_capacity(moe.experts);
     for expert in 0..moe.experts {
         let scope = scope.child(expert);
-        up_gate.push(scope.child("gate_and_up_proj").linear(hidden, 2 * moe.intermediate)?);
+        up_gate.push(
+            scope
+                .child("gate_and_up_proj")
+                .linear(hidden, 2 * moe.intermediate)?,
+        );
         down.push(scope.child("down_proj").linear(moe.intermediate, hidden)?);
     }
     Ok(ExpertWeights::new(up_gate, down)?)

@@ -78,7 +78,11 @@ impl Backbone {
         probe: &mut P,
     ) -> Result<Tensor, ModelError> {
         let packing = Packing::new(rows)?;
-        let mut pass = Pass { rows: &mut *rows, packing: &packing, rope };
+        let mut pass = Pass {
+            rows: &mut *rows,
+            packing: &packing,
+            rope,
+        };
         for layer in &self.layers {
             layer.forward(&mut x, &mut pass, probe)?;
         }
@@ -99,7 +103,11 @@ impl Backbone {
         probe: &mut P,
     ) -> Result<(), ModelError> {
         let packing = Packing::new(rows)?;
-        let mut pass = Pass { rows: &mut *rows, packing: &packing, rope };
+        let mut pass = Pass {
+            rows: &mut *rows,
+            packing: &packing,
+            rope,
+        };
         if let Some((last, before)) = self.layers.split_last() {
             for layer in before {
                 layer.forward(&mut x, &mut pass, probe)?;

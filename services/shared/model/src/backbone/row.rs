@@ -64,7 +64,11 @@ pub(crate) struct Packing {
 
 impl Packing {
     pub(crate) fn new(rows: &[Row<'_>]) -> Result<Self, ModelError> {
-        let mut packing = Self { fresh: Vec::with_capacity(rows.len()), segments: Vec::new(), tokens: 0 };
+        let mut packing = Self {
+            fresh: Vec::with_capacity(rows.len()),
+            segments: Vec::new(),
+            tokens: 0,
+        };
         for (index, row) in rows.iter().enumerate() {
             let start = packing.tokens;
             packing.tokens += row.tokens;
@@ -102,12 +106,18 @@ impl Packing {
             RowKv::Append(cache) => (!cache.is_empty()).then(|| cache.part(layer)),
         });
         let rows = pasts.zip(&self.fresh);
-        rows.map(|(past, fresh)| AttnRow { past, fresh: fresh.clone() }).collect()
+        rows.map(|(past, fresh)| AttnRow {
+            past,
+            fresh: fresh.clone(),
+        })
+        .collect()
     }
 }
 
 fn uncovered(row: usize, tokens: usize) -> ModelError {
-    ModelError::Internal(format!("segments of row {row} do not cover its {tokens} tokens in order"))
+    ModelError::Internal(format!(
+        "segments of row {row} do not cover its {tokens} tokens in order"
+    ))
 }
 
 /// The segments of tokens `range` of a row whose full-attention spans are `full`: causal everywhere else.
@@ -117,10 +127,7 @@ fn uncovered(row: usize, tokens: usize) -> ModelError {
 ///
 /// # Errors
 /// `Internal` when a span is cut.
-pub fn segments(
-    range: Range<usize>,
-    full: &[Range<usize>],
-) -> Result<Vec<RowSegment>, ModelError> {
+pub fn segments(range: Range<usize>, full: &[Range<usize>]) -> Result<Vec<RowSegment>, ModelError> {
     let mut out = Vec::with_capacity(2 * full.len() + 1);
     let mut at = range.start;
     let mut push = |tokens: Range<usize>, kind| {
@@ -174,8 +181,15 @@ mod tests {
 
     #[test]
     fn segments_that_leave_a_gap_are_refused() {
-        let segments = [RowSegment { tokens: 1..3, kind: SegmentKind::Causal }];
-        let rows = [Row { tokens: 3, segments: &segments, kv: RowKv::Fresh }];
+        let segments = [RowSegment {
+            tokens: 1..3,
+            kind: SegmentKind::Causal,
+        }];
+        let rows = [Row {
+            tokens: 3,
+            segments: &segments,
+            kv: RowKv::Fresh,
+        }];
         assert!(Packing::new(&rows).is_err());
     }
 }

@@ -3,7 +3,9 @@
 //! Everything here runs one picture at a time, channels-last, so that a packed batch of any sizes equals
 //! the pictures alone.
 
-use kernels::{Conv2dWeight, GroupNorm, LinearWeight, Tensor, add_assign, conv2d, group_norm, linear, silu};
+use kernels::{
+    Conv2dWeight, GroupNorm, LinearWeight, Tensor, add_assign, conv2d, group_norm, linear, silu,
+};
 
 use crate::config::{ModelConfig, NORM_GROUPS};
 use crate::error::ModelError;
@@ -34,7 +36,9 @@ impl AdaResBlock {
         Ok(Self {
             in_norm: scope.child("in_layers.0").affine(input)?,
             in_conv: scope.child("in_layers.2").conv2d(input, output, 3)?,
-            modulation: scope.child("emb_layers.1").linear_bias(hidden, 2 * output)?,
+            modulation: scope
+                .child("emb_layers.1")
+                .linear_bias(hidden, 2 * output)?,
             out_norm: scope.child("out_layers.0").affine(output)?,
             out_conv: scope.child("out_layers.3").conv2d(output, output, 3)?,
             skip: scope.child("skip_connection").conv2d(input, output, 1)?,
@@ -73,7 +77,9 @@ impl PatchEmbed {
         let (hidden, inner) = (config.hidden_size, config.patch_embed_hidden);
         let scope = scope.child("model");
         Ok(Self {
-            conv_in: scope.child(0).conv2d(config.vae.latent_channels, inner, 3)?,
+            conv_in: scope
+                .child(0)
+                .conv2d(config.vae.latent_channels, inner, 3)?,
             block: AdaResBlock::load(&scope.child(1), hidden, inner, hidden)?,
         })
     }
@@ -120,7 +126,9 @@ impl FinalLayer {
         Ok(Self {
             block: AdaResBlock::load(&scope.child(0), hidden, hidden, inner)?,
             norm: scope.child("1.0").affine(inner)?,
-            conv_out: scope.child("1.2").conv2d(inner, config.vae.latent_channels, 3)?,
+            conv_out: scope
+                .child("1.2")
+                .conv2d(inner, config.vae.latent_channels, 3)?,
         })
     }
 
@@ -164,7 +172,11 @@ fn norm(
     affine: &Affine,
     modulation: Option<(&Tensor, &Tensor)>,
 ) -> Result<Tensor, ModelError> {
-    let params =
-        GroupNorm { groups: NORM_GROUPS, weight: &affine.weight, bias: &affine.bias, eps: EPS };
+    let params = GroupNorm {
+        groups: NORM_GROUPS,
+        weight: &affine.weight,
+        bias: &affine.bias,
+        eps: EPS,
+    };
     Ok(group_norm(x, &params, modulation, true)?)
 }

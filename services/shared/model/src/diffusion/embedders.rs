@@ -48,7 +48,9 @@ impl ImageHead {
     pub(crate) fn load(root: &Scope<'_>, config: &ModelConfig) -> Result<Self, ModelError> {
         let hidden = config.hidden_size;
         let when = |needed: bool, name: &str| {
-            needed.then(|| TimeEmbedder::load(&root.child(name), hidden)).transpose()
+            needed
+                .then(|| TimeEmbedder::load(&root.child(name), hidden))
+                .transpose()
         };
         Ok(Self {
             final_time: TimeEmbedder::load(&root.child("time_embed_2"), hidden)?,

@@ -168,7 +168,12 @@ impl DenoiseJob {
     /// `Kernel`, which would be a defect.
     pub fn latents(&self) -> Result<Latents, ModelError> {
         let channels = self.latents.dim(3);
-        Latents::from_channels_last(channels, self.grid.0, self.grid.1, self.latents.to_f32_vec())
+        Latents::from_channels_last(
+            channels,
+            self.grid.0,
+            self.grid.1,
+            self.latents.to_f32_vec(),
+        )
     }
 
     pub(super) fn row_tokens(&self) -> usize {
@@ -184,13 +189,19 @@ impl TimeVectors {
         guidance: f64,
     ) -> Result<Self, ModelError> {
         let times = &schedule.timesteps;
-        let next: Vec<f32> = (0..times.len()).map(|i| schedule.next_timestep(i)).collect();
+        let next: Vec<f32> = (0..times.len())
+            .map(|i| schedule.next_timestep(i))
+            .collect();
         let tokens = special_tokens(stem, head, times, &next, guidance)?;
         Ok(Self {
             specials: tokens.dim(0) / times.len(),
             tokens,
-            patch: stem.patch_embed.modulation(&stem.patch_time.forward(times)?)?,
-            last: head.final_layer.modulation(&head.final_time.forward(times)?)?,
+            patch: stem
+                .patch_embed
+                .modulation(&stem.patch_time.forward(times)?)?,
+            last: head
+                .final_layer
+                .modulation(&head.final_time.forward(times)?)?,
         })
     }
 }
@@ -221,7 +232,11 @@ fn check(
         return Err(ModelError::invalid("guidance", message));
     }
     let grid = (spec.height / cell, spec.width / cell);
-    let longest = spec.uncond.iter().map(|p| p.tokens()).fold(spec.cond.tokens(), usize::max);
+    let longest = spec
+        .uncond
+        .iter()
+        .map(|p| p.tokens())
+        .fold(spec.cond.tokens(), usize::max);
     let tokens = grid.0.saturating_mul(grid.1).saturating_add(longest);
     if tokens > config.max_position_embeddings {
         let message = format!(

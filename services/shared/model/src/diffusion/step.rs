@@ -43,7 +43,10 @@ pub(crate) fn denoise_step<P: Probe>(
         return Ok(());
     }
     if let Some(job) = jobs.iter().find(|job| job.is_done()) {
-        return Err(ModelError::Internal(format!("a job has done its {} steps", job.steps())));
+        return Err(ModelError::Internal(format!(
+            "a job has done its {} steps",
+            job.steps()
+        )));
     }
     let x = tokens(modules.stem, jobs)?;
     let hidden = {
@@ -55,7 +58,9 @@ pub(crate) fn denoise_step<P: Probe>(
                 kv: RowKv::Past(prefix),
             }));
         }
-        modules.backbone.forward(x, &mut rows, &rope(jobs)?, probe)?
+        modules
+            .backbone
+            .forward(x, &mut rows, &rope(jobs)?, probe)?
     };
     let velocities = velocities(modules.head, jobs, &hidden)?;
     let mut guided = Vec::with_capacity(jobs.len());
@@ -64,7 +69,8 @@ pub(crate) fn denoise_step<P: Probe>(
     }
     for (job, velocity) in jobs.iter_mut().zip(guided) {
         let step = job.step;
-        job.schedule.step(step, job.latents.as_f32_mut()?, velocity.as_f32()?)?;
+        job.schedule
+            .step(step, job.latents.as_f32_mut()?, velocity.as_f32()?)?;
         job.step += 1;
     }
     Ok(())
@@ -74,7 +80,10 @@ pub(crate) fn denoise_step<P: Probe>(
 fn tokens(stem: &ImageStem, jobs: &[&mut DenoiseJob]) -> Result<Tensor, ModelError> {
     let mut parts = Vec::with_capacity(4 * jobs.len());
     for job in jobs {
-        let specials = job.times.tokens.narrow0(job.step * job.times.specials, job.times.specials)?;
+        let specials = job
+            .times
+            .tokens
+            .narrow0(job.step * job.times.specials, job.times.specials)?;
         let modulation = job.times.patch.narrow0(2 * job.step, 2)?;
         let image = stem.patch_embed.forward(&job.latents, &modulation)?;
         for _ in &job.prefixes {
@@ -91,7 +100,10 @@ fn rope(jobs: &[&mut DenoiseJob]) -> Result<RopeTable, ModelError> {
     }
     let cos: Vec<_> = jobs.iter().map(|job| &job.rope.cos).collect();
     let sin: Vec<_> = jobs.iter().map(|job| &job.rope.sin).collect();
-    Ok(RopeTable { cos: Tensor::concat0(&cos)?, sin: Tensor::concat0(&sin)? })
+    Ok(RopeTable {
+        cos: Tensor::concat0(&cos)?,
+        sin: Tensor::concat0(&sin)?,
+    })
 }
 
 /// Velocities of every row of every job, each `[1, h, w, latent]`.
@@ -133,6 +145,13 @@ fn guided_velocity(
         rescale(guided.as_f32_mut()?, cond.as_f32()?, job.rescale)?;
     }
     let uncond = uncond.as_ref().map(Tensor::as_f32).transpose()?;
-    observe(index, Velocities { cond: cond.as_f32()?, uncond, guided: guided.as_f32()? });
+    observe(
+        index,
+        Velocities {
+            cond: cond.as_f32()?,
+            uncond,
+            guided: guided.as_f32()?,
+        },
+    );
     Ok(guided)
 }

@@ -59,7 +59,10 @@ mod tests {
         for i in 0..128 {
             let angle = 1000.0 * 10_000_f64.powf(-(i as f64) / 128.0);
             assert!((f64::from(got[i]) - angle.cos()).abs() < 3e-4, "cos {i}");
-            assert!((f64::from(got[128 + i]) - angle.sin()).abs() < 3e-4, "sin {i}");
+            assert!(
+                (f64::from(got[128 + i]) - angle.sin()).abs() < 3e-4,
+                "sin {i}"
+            );
         }
         assert_eq!(code(0.0)[..128], [1.0; 128]);
     }

@@ -15,7 +15,12 @@ pub(super) fn norm_silu(x: &Tensor, affine: &Affine) -> Result<Tensor, ModelErro
 }
 
 fn params(affine: &Affine) -> GroupNorm<'_> {
-    GroupNorm { groups: NORM_GROUPS, weight: &affine.weight, bias: &affine.bias, eps: EPS }
+    GroupNorm {
+        groups: NORM_GROUPS,
+        weight: &affine.weight,
+        bias: &affine.bias,
+        eps: EPS,
+    }
 }
 
 /// `x + conv2(silu(norm2(conv1(silu(norm1(x))))))`.
@@ -74,8 +79,13 @@ impl AttnBlock {
         let flat = [1, positions, 1, channels];
         let heads = |weight| Ok::<_, ModelError>(conv3d(&normed, weight)?.reshape(&flat)?);
         let scale = (channels as f32).sqrt().recip();
-        let mixed =
-            mha(&heads(&self.q)?, &heads(&self.k)?, &heads(&self.v)?, &[positions], scale)?;
+        let mixed = mha(
+            &heads(&self.q)?,
+            &heads(&self.k)?,
+            &heads(&self.v)?,
+            &[positions],
+            scale,
+        )?;
         let mut out = conv3d(&mixed.reshape(x.shape())?, &self.out)?;
         add_assign(&mut out, x)?;
         Ok(out)

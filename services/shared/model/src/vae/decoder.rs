@@ -31,16 +31,26 @@ impl Decoder {
                 .collect::<Result<Vec<_>, _>>()?;
             // Frames grow at the deepest levels.
             let temporal = level < config.temporal_levels();
-            let up = (level < config.spatial_levels())
-                .then(|| Up::load(&scope.child("upsample"), width, channels[level + 1], temporal));
+            let up = (level < config.spatial_levels()).then(|| {
+                Up::load(
+                    &scope.child("upsample"),
+                    width,
+                    channels[level + 1],
+                    temporal,
+                )
+            });
             levels.push((blocks, up.transpose()?));
         }
         Ok(Self {
-            conv_in: scope.child("conv_in").conv3d(config.latent_channels, deepest, 3)?,
+            conv_in: scope
+                .child("conv_in")
+                .conv3d(config.latent_channels, deepest, 3)?,
             mid: Mid::load(&scope.child("mid"), deepest)?,
             levels,
             norm_out: scope.child("norm_out").affine(shallowest)?,
-            conv_out: scope.child("conv_out").conv3d(shallowest, config.out_channels, 3)?,
+            conv_out: scope
+                .child("conv_out")
+                .conv3d(shallowest, config.out_channels, 3)?,
             deepest,
         })
     }

@@ -33,12 +33,19 @@ impl Encoder {
             // Frames shrink at the deepest levels.
             let temporal = level >= config.spatial_levels() - config.temporal_levels();
             let down = (level < config.spatial_levels()).then(|| {
-                Down::load(&scope.child("downsample"), width, channels[level + 1], temporal)
+                Down::load(
+                    &scope.child("downsample"),
+                    width,
+                    channels[level + 1],
+                    temporal,
+                )
             });
             levels.push((blocks, down.transpose()?));
         }
         Ok(Self {
-            conv_in: scope.child("conv_in").conv3d(config.in_channels, shallowest, 3)?,
+            conv_in: scope
+                .child("conv_in")
+                .conv3d(config.in_channels, shallowest, 3)?,
             levels,
             mid: Mid::load(&scope.child("mid"), deepest)?,
             norm_out: scope.child("norm_out").affine(deepest)?,

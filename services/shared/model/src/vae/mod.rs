@@ -58,7 +58,11 @@ impl Vae {
         let (scope, config) = (root.child("vae"), config.vae.clone());
         let encoder = with_encoder.then(|| Encoder::load(&scope.child("encoder"), &config));
         let decoder = with_decoder.then(|| Decoder::load(&scope.child("decoder"), &config));
-        Ok(Self { encoder: encoder.transpose()?, decoder: decoder.transpose()?, config })
+        Ok(Self {
+            encoder: encoder.transpose()?,
+            decoder: decoder.transpose()?,
+            config,
+        })
     }
 
     /// The picture of scaled latents `[latent, h, w]`.
@@ -77,7 +81,9 @@ impl Vae {
     pub fn decode_values(&self, latents: &Latents, tiles: Tiles) -> Result<Tensor, ModelError> {
         let frames = self.decode_frames(&self.unscale(latents), tiles, &mut |_, _| {})?;
         let shape = [frames.dim(1), frames.dim(2), frames.dim(3), frames.dim(4)];
-        let last = frames.reshape(&shape)?.narrow0(shape[0].saturating_sub(1), 1)?;
+        let last = frames
+            .reshape(&shape)?
+            .narrow0(shape[0].saturating_sub(1), 1)?;
         Ok(last.reshape(&shape[1..])?)
     }
 
@@ -102,7 +108,9 @@ impl Vae {
                 self.config.latent_channels
             )));
         }
-        let z = z.to_tensor()?.reshape(&[1, 1, z.height(), z.width(), z.channels()])?;
+        let z = z
+            .to_tensor()?
+            .reshape(&[1, 1, z.height(), z.width(), z.channels()])?;
         let (tile, side) = (self.latent_tile(), self.config.sample_size);
         match self.overlap(tiles, &z, tile) {
             None => decoder.forward(&z, see),
@@ -154,11 +162,19 @@ impl Vae {
         if (noise.channels(), noise.height(), noise.width())
             != (mean.channels(), mean.height(), mean.width())
         {
-            return Err(ModelError::Internal("posterior noise has another shape".into()));
+            return Err(ModelError::Internal(
+                "posterior noise has another shape".into(),
+            ));
         }
         let (scale, shift) = self.scale_shift();
-        let values = mean.data().iter().zip(posterior.log_variance.data()).zip(noise.data());
-        let data = values.map(|((m, lv), n)| (m + (0.5 * lv).exp() * n - shift) * scale).collect();
+        let values = mean
+            .data()
+            .iter()
+            .zip(posterior.log_variance.data())
+            .zip(noise.data());
+        let data = values
+            .map(|((m, lv), n)| (m + (0.5 * lv).exp() * n - shift) * scale)
+            .collect();
         Latents::new(mean.channels(), mean.height(), mean.width(), data)
     }
 
@@ -197,10 +213,19 @@ impl Posterior {
             let pixels = values.chunks_exact(2 * latent);
             let half = pixels.flat_map(|p| p[offset..offset + latent].iter().copied());
             let data = half
-                .map(|v| if clamp { v.clamp(LOG_VARIANCE.0, LOG_VARIANCE.1) } else { v })
+                .map(|v| {
+                    if clamp {
+                        v.clamp(LOG_VARIANCE.0, LOG_VARIANCE.1)
+                    } else {
+                        v
+                    }
+                })
                 .collect();
             Latents::from_channels_last(latent, height, width, data)
         };
-        Ok(Self { mean: half(0, false)?, log_variance: half(latent, true)? })
+        Ok(Self {
+            mean: half(0, false)?,
+            log_variance: half(latent, true)?,
+        })
     }
 }

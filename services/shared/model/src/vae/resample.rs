@@ -36,7 +36,9 @@ struct Cell {
 
 impl Cell {
     fn new(temporal: bool) -> Self {
-        Self { frames: if temporal { 2 } else { 1 } }
+        Self {
+            frames: if temporal { 2 } else { 1 },
+        }
     }
 
     fn size(self) -> usize {
@@ -67,25 +69,34 @@ impl Down {
             )));
         }
         let (source, main) = (x.as_f32()?, main.as_f32()?);
-        let (narrow, group) = (self.output / self.cell.size(), self.cell.size() * input / self.output);
+        let (narrow, group) = (
+            self.output / self.cell.size(),
+            self.cell.size() * input / self.output,
+        );
         let mut out = vec![0.0; low.0 * low.1 * low.2 * self.output];
-        out.par_chunks_mut(low.2 * self.output).enumerate().for_each(|(line, pixels)| {
-            let mut gathered = vec![0.0; self.cell.size() * input];
-            for (w, pixel) in pixels.chunks_exact_mut(self.output).enumerate() {
-                for sub in 0..self.cell.size() {
-                    let t = line / low.1 * self.cell.frames + sub / 4;
-                    let from = (t * height + line % low.1 * 2 + sub / 2 % 2) * width + w * 2 + sub % 2;
-                    pixel[sub * narrow..][..narrow]
-                        .copy_from_slice(&main[from * narrow..][..narrow]);
-                    gathered[sub * input..][..input]
-                        .copy_from_slice(&source[from * input..][..input]);
+        out.par_chunks_mut(low.2 * self.output)
+            .enumerate()
+            .for_each(|(line, pixels)| {
+                let mut gathered = vec![0.0; self.cell.size() * input];
+                for (w, pixel) in pixels.chunks_exact_mut(self.output).enumerate() {
+                    for sub in 0..self.cell.size() {
+                        let t = line / low.1 * self.cell.frames + sub / 4;
+                        let from =
+                            (t * height + line % low.1 * 2 + sub / 2 % 2) * width + w * 2 + sub % 2;
+                        pixel[sub * narrow..][..narrow]
+                            .copy_from_slice(&main[from * narrow..][..narrow]);
+                        gathered[sub * input..][..input]
+                            .copy_from_slice(&source[from * input..][..input]);
+                    }
+                    for (value, part) in pixel.iter_mut().zip(gathered.chunks_exact(group)) {
+                        *value += part.iter().sum::<f32>() / group as f32;
+                    }
                 }
-                for (value, part) in pixel.iter_mut().zip(gathered.chunks_exact(group)) {
-                    *value += part.iter().sum::<f32>() / group as f32;
-                }
-            }
-        });
-        Ok(Tensor::from_f32(&[1, low.0, low.1, low.2, self.output], out)?)
+            });
+        Ok(Tensor::from_f32(
+            &[1, low.0, low.1, low.2, self.output],
+            out,
+        )?)
     }
 }
 
@@ -104,24 +115,35 @@ impl Up {
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor, ModelError> {
         let main = conv3d(x, &self.conv)?;
         let (frames, height, width, input) = dims(x);
-        let shape = [1, frames * self.cell.frames, height * 2, width * 2, self.output];
+        let shape = [
+            1,
+            frames * self.cell.frames,
+            height * 2,
+            width * 2,
+            self.output,
+        ];
         let (source, main) = (x.as_f32()?, main.as_f32()?);
-        let (wide, repeat) = (self.output * self.cell.size(), self.output * self.cell.size() / input);
+        let (wide, repeat) = (
+            self.output * self.cell.size(),
+            self.output * self.cell.size() / input,
+        );
         let mut out = vec![0.0; shape.iter().product()];
         // One line of the output at a time.
-        out.par_chunks_mut(2 * width * self.output).enumerate().for_each(|(line, pixels)| {
-            let (t, h) = (line / (2 * height), line % (2 * height));
-            let low = (t / self.cell.frames * height + h / 2) * width;
-            for (w, pixel) in pixels.chunks_exact_mut(self.output).enumerate() {
-                let from = low + w / 2;
-                let first = ((t % self.cell.frames * 2 + h % 2) * 2 + w % 2) * self.output;
-                let cells = &main[from * wide + first..][..self.output];
-                let copied = &source[from * input..][..input];
-                for (c, (value, cell)) in pixel.iter_mut().zip(cells).enumerate() {
-                    *value = cell + copied[(first + c) / repeat];
+        out.par_chunks_mut(2 * width * self.output)
+            .enumerate()
+            .for_each(|(line, pixels)| {
+                let (t, h) = (line / (2 * height), line % (2 * height));
+                let low = (t / self.cell.frames * height + h / 2) * width;
+                for (w, pixel) in pixels.chunks_exact_mut(self.output).enumerate() {
+                    let from = low + w / 2;
+                    let first = ((t % self.cell.frames * 2 + h % 2) * 2 + w % 2) * self.output;
+                    let cells = &main[from * wide + first..][..self.output];
+                    let copied = &source[from * input..][..input];
+                    for (c, (value, cell)) in pixel.iter_mut().zip(cells).enumerate() {
+                        *value = cell + copied[(first + c) / repeat];
+                    }
                 }
-            }
-        });
+            });
         Ok(Tensor::from_f32(&shape, out)?)
     }
 }

@@ -31,7 +31,12 @@ impl Tiling {
                 format!("{overlap} of tiles of {tile} leaves nothing to keep"),
             ));
         }
-        Ok(Self { tile, stride, blend, keep: out - blend })
+        Ok(Self {
+            tile,
+            stride,
+            blend,
+            keep: out - blend,
+        })
     }
 
     /// Runs `each` over the tiles of `x [1, t, h, w, c]` and joins the results.
@@ -122,7 +127,12 @@ struct Layout {
 
 impl Layout {
     fn of(x: &Tensor) -> Self {
-        Self { frames: x.dim(1), height: x.dim(2), width: x.dim(3), channels: x.dim(4) }
+        Self {
+            frames: x.dim(1),
+            height: x.dim(2),
+            width: x.dim(3),
+            channels: x.dim(4),
+        }
     }
 
     fn at(&self, frame: usize, y: usize, x: usize) -> usize {
@@ -143,7 +153,10 @@ fn cut(x: &Tensor, at: (usize, usize), side: usize) -> Result<Tensor, ModelError
             out.extend_from_slice(&source[start..start + width * from.channels]);
         }
     }
-    Ok(Tensor::from_f32(&[1, from.frames, height, width, from.channels], out)?)
+    Ok(Tensor::from_f32(
+        &[1, from.frames, height, width, from.channels],
+        out,
+    )?)
 }
 
 /// Puts bands of tiles together; tiles of one band have one height, tiles of one column one width.
@@ -152,7 +165,11 @@ fn join(bands: &[Vec<Tensor>]) -> Result<Tensor, ModelError> {
     let first = Layout::of(first.ok_or_else(|| ModelError::Internal("vae: empty picture".into()))?);
     let height = bands.iter().map(|b| b[0].dim(2)).sum();
     let width = bands[0].iter().map(|t| t.dim(3)).sum();
-    let whole = Layout { height, width, ..first };
+    let whole = Layout {
+        height,
+        width,
+        ..first
+    };
     let mut out = vec![0.0; whole.frames * height * width * whole.channels];
     let mut top = 0;
     for band in bands {
@@ -171,7 +188,10 @@ fn join(bands: &[Vec<Tensor>]) -> Result<Tensor, ModelError> {
         }
         top += band[0].dim(2);
     }
-    Ok(Tensor::from_f32(&[1, whole.frames, height, width, whole.channels], out)?)
+    Ok(Tensor::from_f32(
+        &[1, whole.frames, height, width, whole.channels],
+        out,
+    )?)
 }
 
 #[cfg(test)]

@@ -123,7 +123,8 @@ impl Vit {
         let spare = usize::from(real < self.max_patches);
         let values = patches.values.narrow0(0, real)?;
         let blank = Tensor::zeros(&[spare, self.config.patch_values()])?;
-        let mut positions = positions::resize(&self.positions, self.config.position_grid, patches.grid)?;
+        let mut positions =
+            positions::resize(&self.positions, self.config.position_grid, patches.grid)?;
         if spare > 0 {
             positions.extend_from_within(..self.config.hidden_size);
         }
@@ -145,7 +146,12 @@ impl Vit {
 impl Layer {
     fn load(scope: &Scope<'_>, config: &VitConfig) -> Result<Self, ModelError> {
         let (hidden, inner) = (config.hidden_size, config.intermediate_size);
-        let attention = |name: &str| scope.child("self_attn").child(name).linear_bias(hidden, hidden);
+        let attention = |name: &str| {
+            scope
+                .child("self_attn")
+                .child(name)
+                .linear_bias(hidden, hidden)
+        };
         Ok(Self {
             norm1: scope.child("layer_norm1").affine(hidden)?,
             q: attention("q_proj")?,
@@ -165,7 +171,13 @@ impl Layer {
         let normed = layer_norm(x, &self.norm1.weight, &self.norm1.bias, eps)?;
         let project = |weight| Ok::<_, ModelError>(linear(&normed, weight)?.reshape(&heads)?);
         let scale = (config.head_dim() as f32).sqrt().recip();
-        let mixed = mha(&project(&self.q)?, &project(&self.k)?, &project(&self.v)?, &[real], scale)?;
+        let mixed = mha(
+            &project(&self.q)?,
+            &project(&self.k)?,
+            &project(&self.v)?,
+            &[real],
+            scale,
+        )?;
         let mixed = mixed.reshape(&[tokens, config.hidden_size])?;
         add_assign(x, &linear(&mixed, &self.out)?)?;
         let normed = layer_norm(x, &self.norm2.weight, &self.norm2.bias, eps)?;
@@ -182,7 +194,11 @@ fn load_aligner(
 ) -> Result<Vec<LinearWeight>, ModelError> {
     (0..config.depth)
         .map(|i| {
-            let input = if i == 0 { config.input_dim } else { config.output_dim };
+            let input = if i == 0 {
+                config.input_dim
+            } else {
+                config.output_dim
+            };
             scope.child(2 * i).linear_bias(input, config.output_dim)
         })
         .collect()

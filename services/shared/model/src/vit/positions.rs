@@ -19,7 +19,11 @@ pub(super) fn resize(
         for (x, tap) in columns.iter().enumerate() {
             let target = &mut lines[(y * grid.1 + x) * channels..][..channels];
             for (i, weight) in tap.weights.iter().enumerate() {
-                accumulate(target, &values[(y * side + tap.start + i) * channels..], *weight);
+                accumulate(
+                    target,
+                    &values[(y * side + tap.start + i) * channels..],
+                    *weight,
+                );
             }
         }
     }
@@ -57,7 +61,10 @@ fn taps(input: usize, output: usize) -> Vec<Tap> {
             let weight = |j: usize| (1.0 - ((j as f32 - centre + 0.5) / reach).abs()).max(0.0);
             let raw: Vec<f32> = (start..end).map(weight).collect();
             let total: f32 = raw.iter().sum();
-            Tap { start, weights: raw.into_iter().map(|w| w / total).collect() }
+            Tap {
+                start,
+                weights: raw.into_iter().map(|w| w / total).collect(),
+            }
         })
         .collect()
 }
@@ -79,7 +86,10 @@ mod tests {
         let table = Tensor::from_f32(&[16, 1], table).unwrap();
         let got = resize(&table, 4, (2, 1)).unwrap();
         assert!((got[0] - (3.0 + 4.0) / 7.0).abs() < 1e-6, "{got:?}");
-        assert!((got[1] - (1.0 + 3.0 * 4.0 + 3.0 * 9.0) / 7.0).abs() < 1e-6, "{got:?}");
+        assert!(
+            (got[1] - (1.0 + 3.0 * 4.0 + 3.0 * 9.0) / 7.0).abs() < 1e-6,
+            "{got:?}"
+        );
     }
 
     #[test]
