@@ -10,13 +10,23 @@ type Spoil = fn(&mut GenerateRequest);
 const CASES: [(&str, &str, Spoil); 20] = [
     ("empty prompt", "prompt", |r| r.prompt.clear()),
     ("blank size", "size", |r| " ".clone_into(&mut r.size)),
-    ("prompt of too many characters", "prompt", |r| r.prompt = "a".repeat(32_001)),
-    ("prompt of too many tokens", "prompt", |r| r.prompt = "word and ".repeat(3_000)),
+    ("prompt of too many characters", "prompt", |r| {
+        r.prompt = "a".repeat(32_001)
+    }),
+    ("prompt of too many tokens", "prompt", |r| {
+        r.prompt = "word and ".repeat(3_000)
+    }),
     ("size zero", "size", |r| "0x0".clone_into(&mut r.size)),
     ("size odd", "size", |r| "255x257".clone_into(&mut r.size)),
-    ("size cut short", "size", |r| "1024x".clone_into(&mut r.size)),
-    ("size enormous", "size", |r| "100000x10000".clone_into(&mut r.size)),
-    ("size negative", "size", |r| "-256x256".clone_into(&mut r.size)),
+    ("size cut short", "size", |r| {
+        "1024x".clone_into(&mut r.size)
+    }),
+    ("size enormous", "size", |r| {
+        "100000x10000".clone_into(&mut r.size)
+    }),
+    ("size negative", "size", |r| {
+        "-256x256".clone_into(&mut r.size)
+    }),
     ("steps 0", "steps", |r| r.steps = Some(0)),
     ("steps -1", "steps", |r| r.steps = Some(-1)),
     ("steps 201", "steps", |r| r.steps = Some(201)),
@@ -24,8 +34,12 @@ const CASES: [(&str, &str, Spoil); 20] = [
     ("guidance -3", "guidance", |r| r.guidance = Some(-3.0)),
     ("guidance 1e9", "guidance", |r| r.guidance = Some(1e9)),
     ("seed 2^63", "seed", |r| r.seed = Some(1 << 63)),
-    ("template", "template", |r| "chat".clone_into(&mut r.template)),
-    ("request id", "request_id", |r| "a/b".clone_into(&mut r.request_id)),
+    ("template", "template", |r| {
+        "chat".clone_into(&mut r.template)
+    }),
+    ("request id", "request_id", |r| {
+        "a/b".clone_into(&mut r.request_id)
+    }),
     ("size policy", "size_policy", |r| r.size_policy = 9),
     ("two images", "n", |r| r.n = 2),
 ];
@@ -42,7 +56,10 @@ async fn each_bad_field_is_named_and_the_next_request_is_accepted() {
         assert!(failure.message.contains(field), "{what}: {failure}");
         assert_eq!(failure.message.lines().count(), 1, "{what}: {failure}");
     }
-    let mut stream = bounded(up.client().generate(request("a boat"))).await.unwrap().into_inner();
+    let mut stream = bounded(up.client().generate(request("a boat")))
+        .await
+        .unwrap()
+        .into_inner();
     assert!(bounded(stream.message()).await.unwrap().is_some());
 }
 

@@ -33,7 +33,10 @@ pub(crate) fn omni() -> &'static Path {
         if let Some(path) = std::env::var_os("OMNI_BIN") {
             return path.into();
         }
-        let metadata = cargo_metadata::MetadataCommand::new().no_deps().exec().unwrap();
+        let metadata = cargo_metadata::MetadataCommand::new()
+            .no_deps()
+            .exec()
+            .unwrap();
         let release = !cfg!(debug_assertions);
         let mut build = Command::new(env!("CARGO"));
         build.args(["build", "--quiet", "--package", "omni", "--bin", "omni"]);
@@ -112,10 +115,15 @@ impl Up {
             .spawn()
             .unwrap();
         let log = Arc::new(Mutex::new(Vec::new()));
-        let (lines, sink) = (BufReader::new(process.stderr.take().unwrap()), Arc::clone(&log));
+        let (lines, sink) = (
+            BufReader::new(process.stderr.take().unwrap()),
+            Arc::clone(&log),
+        );
         std::thread::spawn(move || {
             for line in lines.lines().map_while(Result::ok) {
-                sink.lock().unwrap_or_else(PoisonError::into_inner).push(line);
+                sink.lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .push(line);
             }
         });
         let mut up = Self {
@@ -127,8 +135,16 @@ impl Up {
         };
         let start = base::clock::now();
         while !ready.exists() {
-            assert!(up.process.try_wait().unwrap().is_none(), "up ended:\n{}", up.log());
-            assert!(start.elapsed() < START, "up does not get ready:\n{}", up.log());
+            assert!(
+                up.process.try_wait().unwrap().is_none(),
+                "up ended:\n{}",
+                up.log()
+            );
+            assert!(
+                start.elapsed() < START,
+                "up does not get ready:\n{}",
+                up.log()
+            );
             std::thread::sleep(POLL);
         }
         up.endpoint = std::fs::read_to_string(&ready).unwrap().trim().to_owned();
@@ -143,7 +159,10 @@ impl Up {
 
     /// What the processes have logged.
     pub(crate) fn log(&self) -> String {
-        self.log.lock().unwrap_or_else(PoisonError::into_inner).join("\n")
+        self.log
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .join("\n")
     }
 
     pub(crate) fn channel(&self) -> Channel {
@@ -171,7 +190,9 @@ impl Up {
             .flat_map(|task| {
                 let children = task.unwrap().path().join("children");
                 let list = std::fs::read_to_string(children).unwrap_or_default();
-                list.split_whitespace().map(str::to_owned).collect::<Vec<_>>()
+                list.split_whitespace()
+                    .map(str::to_owned)
+                    .collect::<Vec<_>>()
             })
             .map(|pid| {
                 let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap();
@@ -212,7 +233,11 @@ impl Drop for Up {
 /// The process exists (and is not merely waiting to be reaped).
 pub(crate) fn is_alive(pid: Pid) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
-    let zombie = |stat: String| stat.rsplit(')').next().is_some_and(|rest| rest.starts_with(" Z"));
+    let zombie = |stat: String| {
+        stat.rsplit(')')
+            .next()
+            .is_some_and(|rest| rest.starts_with(" Z"))
+    };
     test_kill_process(pid).is_ok() && !stat.is_ok_and(zombie)
 }
 
@@ -273,8 +298,14 @@ pub(crate) async fn generate(up: &Up, request: GenerateRequest) -> Result<Answer
 fn collect(events: Vec<Event>) -> Answer {
     let (mut accepted, mut image, mut timings) = (None, None, None);
     let mut steps = Vec::new();
-    assert!(matches!(events.first(), Some(Event::Accepted(_))), "accepted comes first");
-    assert!(matches!(events.last(), Some(Event::Done(_))), "done comes last");
+    assert!(
+        matches!(events.first(), Some(Event::Accepted(_))),
+        "accepted comes first"
+    );
+    assert!(
+        matches!(events.last(), Some(Event::Done(_))),
+        "done comes last"
+    );
     for event in events {
         match event {
             Event::Accepted(event) => accepted = Some(event),
@@ -304,7 +335,10 @@ pub(crate) async fn refused(up: &Up, request: GenerateRequest) -> base::Failure 
 pub(crate) async fn first_step(stream: &mut tonic::Streaming<GenerateResponse>) -> String {
     let mut request_id = String::new();
     loop {
-        let response = bounded(stream.message()).await.unwrap().expect("ended before a step");
+        let response = bounded(stream.message())
+            .await
+            .unwrap()
+            .expect("ended before a step");
         match response.event.unwrap() {
             Event::Accepted(accepted) => request_id = accepted.request_id,
             Event::Step(_) => return request_id,

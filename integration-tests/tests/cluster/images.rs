@@ -10,10 +10,16 @@ use crate::{
 fn assert_same(answer: &Answer, request: &GenerateRequest) {
     let expected = picture(request);
     let image = decode_png(&answer.image.png);
-    assert_eq!((image.width, image.height), (expected.width, expected.height));
+    assert_eq!(
+        (image.width, image.height),
+        (expected.width, expected.height)
+    );
     assert!(image == expected, "the pixels differ");
     let accepted = &answer.accepted;
-    assert_eq!(format!("{}x{}", accepted.width, accepted.height), request.size);
+    assert_eq!(
+        format!("{}x{}", accepted.width, accepted.height),
+        request.size
+    );
     assert_eq!(Some(accepted.seed), request.seed);
     assert_eq!(Some(accepted.guidance), request.guidance);
     let steps = request.steps.unwrap();
@@ -23,7 +29,11 @@ fn assert_same(answer: &Answer, request: &GenerateRequest) {
 /// The transport is what UCX says it used, not what was asked for.
 fn assert_carried_by(answer: &Answer, name: &str) {
     let timings = &answer.timings;
-    assert!(timings.transport.contains(name), "carried by {:?}", timings.transport);
+    assert!(
+        timings.transport.contains(name),
+        "carried by {:?}",
+        timings.transport
+    );
     assert!(timings.transfer_bytes > 0);
 }
 

@@ -23,7 +23,12 @@ async fn every_server_answers_health_and_both_reflections() {
     let up = Up::shared();
     let members = up.members().await;
     let roles: BTreeSet<i32> = members.iter().map(|member| member.role).collect();
-    let expected = [Role::Router, Role::ArStage, Role::KvTransfer, Role::DitWorker];
+    let expected = [
+        Role::Router,
+        Role::ArStage,
+        Role::KvTransfer,
+        Role::DitWorker,
+    ];
     assert_eq!(roles, expected.into_iter().map(i32::from).collect());
     for member in members {
         let service = match member.role() {
@@ -39,15 +44,24 @@ async fn every_server_answers_health_and_both_reflections() {
             };
             let mut health = HealthClient::new(channel.clone());
             let answer = bounded(health.check(ask)).await.unwrap().into_inner();
-            assert_eq!(answer.status(), ServingStatus::Serving, "{name:?} of {service}");
+            assert_eq!(
+                answer.status(),
+                ServingStatus::Serving,
+                "{name:?} of {service}"
+            );
         }
-        assert!(listed_v1(channel.clone()).await.contains(service), "{service}");
+        assert!(
+            listed_v1(channel.clone()).await.contains(service),
+            "{service}"
+        );
         assert!(listed_v1alpha(channel).await.contains(service), "{service}");
     }
 }
 
 async fn listed_v1(channel: tonic::transport::Channel) -> BTreeSet<String> {
-    use v1::{server_reflection_request::MessageRequest, server_reflection_response::MessageResponse};
+    use v1::{
+        server_reflection_request::MessageRequest, server_reflection_response::MessageResponse,
+    };
     let ask = v1::ServerReflectionRequest {
         host: String::new(),
         message_request: Some(MessageRequest::ListServices(String::new())),
@@ -57,9 +71,11 @@ async fn listed_v1(channel: tonic::transport::Channel) -> BTreeSet<String> {
     let mut answers = bounded(call).await.unwrap().into_inner();
     let answer = bounded(answers.message()).await.unwrap().unwrap();
     match answer.message_response {
-        Some(MessageResponse::ListServicesResponse(list)) => {
-            list.service.into_iter().map(|service| service.name).collect()
-        }
+        Some(MessageResponse::ListServicesResponse(list)) => list
+            .service
+            .into_iter()
+            .map(|service| service.name)
+            .collect(),
         other => panic!("unexpected {other:?}"),
     }
 }
@@ -77,9 +93,11 @@ async fn listed_v1alpha(channel: tonic::transport::Channel) -> BTreeSet<String> 
     let mut answers = bounded(call).await.unwrap().into_inner();
     let answer = bounded(answers.message()).await.unwrap().unwrap();
     match answer.message_response {
-        Some(MessageResponse::ListServicesResponse(list)) => {
-            list.service.into_iter().map(|service| service.name).collect()
-        }
+        Some(MessageResponse::ListServicesResponse(list)) => list
+            .service
+            .into_iter()
+            .map(|service| service.name)
+            .collect(),
         other => panic!("unexpected {other:?}"),
     }
 }
@@ -89,7 +107,10 @@ async fn idle(up: &Up) {
     let drained = async {
         loop {
             let members = up.members().await;
-            let worker = members.iter().find(|member| member.role() == Role::DitWorker).unwrap();
+            let worker = members
+                .iter()
+                .find(|member| member.role() == Role::DitWorker)
+                .unwrap();
             let load = worker.load.unwrap_or_default();
             if load.running + load.queued == 0 {
                 return;
@@ -104,10 +125,19 @@ async fn idle(up: &Up) {
 async fn a_cancelled_and_an_abandoned_request_end_and_free_the_worker() {
     let up = Up::start("shm");
     let mut client = up.client();
-    let mut stream = bounded(client.generate(long("cancelled"))).await.unwrap().into_inner();
+    let mut stream = bounded(client.generate(long("cancelled")))
+        .await
+        .unwrap()
+        .into_inner();
     let request_id = first_step(&mut stream).await;
     let cancel = CancelRequest { request_id };
-    assert!(bounded(client.cancel(cancel)).await.unwrap().into_inner().cancelled);
+    assert!(
+        bounded(client.cancel(cancel))
+            .await
+            .unwrap()
+            .into_inner()
+            .cancelled
+    );
     let ended = loop {
         match bounded(stream.message()).await {
             Ok(Some(_)) => {}
@@ -118,7 +148,10 @@ async fn a_cancelled_and_an_abandoned_request_end_and_free_the_worker() {
     assert_eq!(ended.code, Code::Cancelled, "{ended}");
     idle(&up).await;
 
-    let mut stream = bounded(client.generate(long("abandoned"))).await.unwrap().into_inner();
+    let mut stream = bounded(client.generate(long("abandoned")))
+        .await
+        .unwrap()
+        .into_inner();
     first_step(&mut stream).await;
     drop(stream);
     idle(&up).await;
@@ -127,7 +160,10 @@ async fn a_cancelled_and_an_abandoned_request_end_and_free_the_worker() {
 #[tokio::test]
 async fn a_killed_worker_is_a_typed_error_and_the_end_of_up() {
     let mut up = Up::start("shm");
-    let mut stream = bounded(up.client().generate(long("killed"))).await.unwrap().into_inner();
+    let mut stream = bounded(up.client().generate(long("killed")))
+        .await
+        .unwrap()
+        .into_inner();
     first_step(&mut stream).await;
     up.kill("dit-worker");
     let ended = loop {
@@ -140,7 +176,11 @@ async fn a_killed_worker_is_a_typed_error_and_the_end_of_up() {
     assert_eq!(ended.code, Code::Unavailable, "{ended}");
     let status = up.wait();
     assert_eq!(status.code(), Some(1), "{}", up.log());
-    assert!(up.log().contains("dit-worker ended unexpectedly"), "{}", up.log());
+    assert!(
+        up.log().contains("dit-worker ended unexpectedly"),
+        "{}",
+        up.log()
+    );
 }
 
 #[tokio::test]
@@ -148,31 +188,21 @@ async fn a_clean_stop_finishes_the_request_and_leaves_no_process() {
     let mut up = Up::start("shm");
     let children = up.children();
     assert_eq!(children.len(), 4, "{children:?}");
-    let answer = {
-        let request = generate(&up, request("finishes"));
-        tokio::pin!(request);
-        // The request is inside before the stop is asked for.
-        tokio::select! {
-            answer = &mut request => answer,
-            () = accepted(&up) => {
-                up.terminate();
-                request.await
-            }
-        }
+    let request = GenerateRequest {
+        steps: Some(60),
+        ..request("finishes")
     };
-    answer.unwrap();
-    if is_alive_up(&mut up) {
+    let stop = async {
+        accepted(&up).await;
         up.terminate();
-    }
+    };
+    let (answer, ()) = bounded(async { tokio::join!(generate(&up, request), stop) }).await;
+    answer.unwrap();
     let status = up.wait();
     assert!(status.success(), "{status}:\n{}", up.log());
     for (role, pid) in children {
         assert!(!is_alive(pid), "{role} is still there");
     }
-}
-
-fn is_alive_up(up: &mut Up) -> bool {
-    !up.log().contains("router stopping")
 }
 
 /// The worker has something to do.

@@ -131,8 +131,16 @@ impl Stage for ArStage {
             queued: pending.saturating_sub(1),
             capacity: 1,
         };
-        self.metrics.set(&telemetry::names::STAGE_QUEUE, &["ar-stage"], load.queued.into());
-        self.metrics.set(&telemetry::names::STAGE_RUNNING, &["ar-stage"], load.running.into());
+        self.metrics.set(
+            &telemetry::names::STAGE_QUEUE,
+            &["ar-stage"],
+            load.queued.into(),
+        );
+        self.metrics.set(
+            &telemetry::names::STAGE_RUNNING,
+            &["ar-stage"],
+            load.running.into(),
+        );
         load
     }
 }

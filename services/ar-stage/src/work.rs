@@ -28,9 +28,9 @@ impl Order {
     pub(crate) fn new(request: &PrefillRequest, info: &ModelInfo) -> Result<Self, StageError> {
         let template = match request.template.as_str() {
             "" => info.default_template,
-            name => name
-                .parse()
-                .map_err(|_| invalid("template", format!("is {name:?}, not pretrain or instruct")))?,
+            name => name.parse().map_err(|_| {
+                invalid("template", format!("is {name:?}, not pretrain or instruct"))
+            })?,
         };
         let (height, width) = (request.height as usize, request.width as usize);
         Ok(Self {

@@ -167,8 +167,11 @@ impl<D: Denoiser> Batch<D> {
             .iter()
             .map(|live| self.denoiser.steps_done(&live.entry.job))
             .collect();
-        let mut jobs: Vec<&mut D::Job> =
-            self.live.iter_mut().map(|live| &mut live.entry.job).collect();
+        let mut jobs: Vec<&mut D::Job> = self
+            .live
+            .iter_mut()
+            .map(|live| &mut live.entry.job)
+            .collect();
         let Err(error) = run(&self.denoiser, &mut jobs) else {
             return;
         };
@@ -251,7 +254,10 @@ pub(crate) mod tests {
                 .lock()
                 .unwrap()
                 .push(jobs.iter().map(|job| job.id).collect());
-            if jobs.iter().any(|job| job.meets(Trouble::Error, job.done + 1)) {
+            if jobs
+                .iter()
+                .any(|job| job.meets(Trouble::Error, job.done + 1))
+            {
                 return Err(StageError::Cancelled);
             }
             for job in jobs.iter_mut() {

@@ -28,9 +28,12 @@ impl Denoiser for ModelDenoiser {
         let tokens: usize = jobs.iter().map(|job| job.tokens()).sum();
         self.model.denoise_step(&RankContext::single(), jobs)?;
         let elapsed = clock::now().saturating_duration_since(start);
-        self.metrics.observe(&names::STAGE_STEP, &["dit-worker", "denoise"], elapsed);
-        self.metrics.record(&names::STAGE_ROWS, &["dit-worker"], rows as f64);
-        self.metrics.add(&names::STAGE_TOKENS, &["dit-worker"], tokens as u64);
+        self.metrics
+            .observe(&names::STAGE_STEP, &["dit-worker", "denoise"], elapsed);
+        self.metrics
+            .record(&names::STAGE_ROWS, &["dit-worker"], rows as f64);
+        self.metrics
+            .add(&names::STAGE_TOKENS, &["dit-worker"], tokens as u64);
         Ok(())
     }
 
@@ -63,7 +66,11 @@ pub(crate) fn weight(job: &DenoiseJob) -> Weight {
 /// first request meets warm weights and threads.
 pub(crate) fn warm_up(model: &Model) -> Result<(), StageError> {
     let info = model.info();
-    let Some(bucket) = info.buckets.iter().min_by_key(|bucket| bucket.height * bucket.width) else {
+    let Some(bucket) = info
+        .buckets
+        .iter()
+        .min_by_key(|bucket| bucket.height * bucket.width)
+    else {
         return Ok(());
     };
     // One token of zeros: the shape of a prefix without the work of one.
@@ -83,6 +90,9 @@ pub(crate) fn warm_up(model: &Model) -> Result<(), StageError> {
     model.denoise_step(&context, &mut [&mut job])?;
     let channels = job.latents()?.channels();
     let few = vec![0.0; channels * WARM_UP_SIDE * WARM_UP_SIDE];
-    model.decode(&context, &Latents::new(channels, WARM_UP_SIDE, WARM_UP_SIDE, few)?)?;
+    model.decode(
+        &context,
+        &Latents::new(channels, WARM_UP_SIDE, WARM_UP_SIDE, few)?,
+    )?;
     Ok(())
 }

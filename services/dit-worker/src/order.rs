@@ -26,18 +26,30 @@ impl Order {
         let (height, width) = (request.height as usize, request.width as usize);
         let legal = |bucket: &model::Bucket| bucket.height == height && bucket.width == width;
         if !info.buckets.iter().any(legal) {
-            return Err(invalid("size", format!("{width}x{height} is no size of this model")));
+            return Err(invalid(
+                "size",
+                format!("{width}x{height} is no size of this model"),
+            ));
         }
         if !(1..=MAX_STEPS).contains(&request.steps) {
-            return Err(invalid("steps", format!("must be 1 to {MAX_STEPS}, got {}", request.steps)));
+            return Err(invalid(
+                "steps",
+                format!("must be 1 to {MAX_STEPS}, got {}", request.steps),
+            ));
         }
         // NaN is in no range.
         if !(0.0..=MAX_GUIDANCE).contains(&request.guidance) {
             let got = request.guidance;
-            return Err(invalid("guidance", format!("must be 0 to {MAX_GUIDANCE}, got {got}")));
+            return Err(invalid(
+                "guidance",
+                format!("must be 0 to {MAX_GUIDANCE}, got {got}"),
+            ));
         }
         if request.seed > MAX_SEED {
-            return Err(invalid("seed", format!("must be 0 to {MAX_SEED}, got {}", request.seed)));
+            return Err(invalid(
+                "seed",
+                format!("must be 0 to {MAX_SEED}, got {}", request.seed),
+            ));
         }
         let (cond, uncond) = prefixes(request.rows)?;
         Ok(Self {

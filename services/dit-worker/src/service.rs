@@ -102,10 +102,13 @@ impl DitWorker {
     async fn denoise(&self, request: DenoiseRequest, events: &Events) -> Result<(), StageError> {
         let loaded = self.loaded()?;
         let order = Order::new(request, loaded.model.info())?;
-        let _place = self.inside.try_acquire().map_err(|_| StageError::QueueFull {
-            queue: "dit-worker",
-            bound: self.config.max_queue,
-        })?;
+        let _place = self
+            .inside
+            .try_acquire()
+            .map_err(|_| StageError::QueueFull {
+                queue: "dit-worker",
+                bound: self.config.max_queue,
+            })?;
         let resident = self.wait_for_memory(events).await?;
         let (job, leases) = self.prepare(loaded, &order, events).await?;
         let weight = weight(&job);
@@ -149,7 +152,13 @@ impl DitWorker {
         events: &Events,
     ) -> Result<(DenoiseJob, Leases), StageError> {
         let start = clock::now();
-        let fetched = fetch::both(&self.client, order, &loaded.model.info().kv, &self.member_id).await?;
+        let fetched = fetch::both(
+            &self.client,
+            order,
+            &loaded.model.info().kv,
+            &self.member_id,
+        )
+        .await?;
         let started = DenoiseStarted {
             transfer_ms: clock::millis_since(start),
             transfer_bytes: fetched.bytes(),
@@ -262,15 +271,20 @@ impl Stage for DitWorker {
 
     fn report(&self) -> Load {
         let inside = narrow(self.inside());
-        let running = self.loaded.get().map_or(0, |loaded| narrow(loaded.steps.live()));
+        let running = self
+            .loaded
+            .get()
+            .map_or(0, |loaded| narrow(loaded.steps.live()));
         let load = Load {
             running: running.min(inside),
             queued: inside.saturating_sub(running),
             // Under guidance a job takes two rows.
             capacity: narrow(self.config.limits.max_rows.div_ceil(2)),
         };
-        self.metrics.set(&metric::STAGE_QUEUE, &["dit-worker"], load.queued.into());
-        self.metrics.set(&metric::STAGE_RUNNING, &["dit-worker"], load.running.into());
+        self.metrics
+            .set(&metric::STAGE_QUEUE, &["dit-worker"], load.queued.into());
+        self.metrics
+            .set(&metric::STAGE_RUNNING, &["dit-worker"], load.running.into());
         load
     }
 }

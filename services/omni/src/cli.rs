@@ -135,9 +135,9 @@ pub(crate) fn parse(
 
 fn bench(matches: &ArgMatches) -> Result<Action, clap::Error> {
     match matches.subcommand() {
-        Some(("denoise", matches)) => {
-            Ok(Action::BenchDenoise(DenoiseArgs::from_arg_matches(matches)?))
-        }
+        Some(("denoise", matches)) => Ok(Action::BenchDenoise(DenoiseArgs::from_arg_matches(
+            matches,
+        )?)),
         Some(("attention", matches)) => Ok(Action::BenchAttention(
             AttentionArgs::from_arg_matches(matches)?,
         )),

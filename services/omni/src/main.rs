@@ -88,8 +88,8 @@ fn run_role(
         .build()
         .map_err(|error| OmniError::io("start the runtime", error))?;
     let done = runtime.block_on(async {
-        let (shutdown, _listener) = Shutdown::on_signals()
-            .map_err(|error| OmniError::io("listen for signals", error))?;
+        let (shutdown, _listener) =
+            Shutdown::on_signals().map_err(|error| OmniError::io("listen for signals", error))?;
         if exit_with_parent {
             watch_parent(shutdown.clone())?;
         }

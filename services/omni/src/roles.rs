@@ -63,9 +63,17 @@ pub(crate) async fn run(
     match plan(role, settings, file)? {
         Plan::Up(config) => up::run(config, shutdown).await,
         Plan::Router(config) => {
-            let bound = router::Bound::bind(config).await.map_err(|e| OmniError::of(&e))?;
-            let admin = bound.admin_address().map(|address| format!("http://{address}"));
-            announce(role, format!("http://{}", bound.address()), admin.unwrap_or_default())?;
+            let bound = router::Bound::bind(config)
+                .await
+                .map_err(|e| OmniError::of(&e))?;
+            let admin = bound
+                .admin_address()
+                .map(|address| format!("http://{address}"));
+            announce(
+                role,
+                format!("http://{}", bound.address()),
+                admin.unwrap_or_default(),
+            )?;
             bound.serve(shutdown).await.map_err(|e| OmniError::of(&e))
         }
         Plan::KvTransfer(place, config) => {
@@ -105,7 +113,8 @@ fn plan(role: Role, settings: &Settings, file: Option<&Path>) -> Result<Plan, Om
         Role::Up => Plan::Up(UpConfig::from_settings(settings, file)?),
         Role::Router => Plan::Router(router_config(settings)?),
         Role::KvTransfer => {
-            let config = ServiceConfig::new(engine(settings)?, settings.bytes("pool_bytes")? as u64);
+            let config =
+                ServiceConfig::new(engine(settings)?, settings.bytes("pool_bytes")? as u64);
             config.validate().map_err(|error| bad(&error))?;
             Plan::KvTransfer(place(settings)?, config)
         }

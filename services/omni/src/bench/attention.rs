@@ -42,7 +42,9 @@ pub(crate) fn run(args: &AttentionArgs) -> Result<String, OmniError> {
     };
     let legal = |n: usize| (1..=1024).contains(&n);
     if ![heads.q, heads.kv, heads.dim].into_iter().all(legal) || !heads.q.is_multiple_of(heads.kv) {
-        return Err(bad("heads must be a multiple of kv_heads, all of 1 to 1024"));
+        return Err(bad(
+            "heads must be a multiple of kv_heads, all of 1 to 1024",
+        ));
     }
     crate::roles::set_threads(args.threads)?;
     let mut lengths = args.tokens.clone();

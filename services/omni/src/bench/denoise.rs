@@ -81,7 +81,12 @@ pub(crate) fn run(args: &DenoiseArgs) -> Result<String, OmniError> {
         timer.spans.clear();
         let start = clock::now();
         model
-            .denoise_step_observed(&RankContext::single(), &mut packed, &mut timer, &mut |_, _| {})
+            .denoise_step_observed(
+                &RankContext::single(),
+                &mut packed,
+                &mut timer,
+                &mut |_, _| {},
+            )
             .map_err(model_error)?;
         if index >= WARM_UP_STEPS {
             steps.push(clock::millis_since(start));
@@ -112,8 +117,8 @@ fn open(args: &DenoiseArgs) -> Result<Model, OmniError> {
         .map_err(|error| bad(format!("config {}: {error}", path.display())))?;
     let value: Value = serde_json::from_str(&text)
         .map_err(|error| bad(format!("config {}: {error}", path.display())))?;
-    let mut config = ModelConfig::parse(&value, &Value::Object(serde_json::Map::new()))
-        .map_err(model_error)?;
+    let mut config =
+        ModelConfig::parse(&value, &Value::Object(serde_json::Map::new())).map_err(model_error)?;
     if let Some(layers) = args.layers {
         if !(1..=config.num_layers()).contains(&layers) {
             let most = config.num_layers();
@@ -177,7 +182,10 @@ fn report(
     let (width, height) = size(args, model)?;
     let rows: usize = jobs.iter().map(DenoiseJob::rows).sum();
     let tokens: usize = jobs.iter().map(DenoiseJob::tokens).sum();
-    let (h, w) = (height / config.pixels_per_token(), width / config.pixels_per_token());
+    let (h, w) = (
+        height / config.pixels_per_token(),
+        width / config.pixels_per_token(),
+    );
     let row = RowShape {
         prefix: args.prefix,
         specials: tokens / rows - h * w,

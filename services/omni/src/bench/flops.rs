@@ -37,9 +37,8 @@ pub(super) fn layers(config: &ModelConfig, row: RowShape) -> f64 {
         .iter()
         .map(|layer| {
             let inner = layer.top_k * layer.intermediate + layer.shared_intermediate.unwrap_or(0);
-            let weights = projections
-                + config.hidden_size * layer.experts
-                + 3 * config.hidden_size * inner;
+            let weights =
+                projections + config.hidden_size * layer.experts + 3 * config.hidden_size * inner;
             2.0 * weights as f64 * tokens as f64 + 4.0 * width as f64 * pairs as f64
         })
         .sum()
@@ -50,7 +49,8 @@ pub(super) fn convolutions(config: &ModelConfig, row: RowShape) -> f64 {
     let weights: usize = expected_tensors(config)
         .iter()
         .filter(|spec| {
-            let part = spec.name.starts_with("patch_embed.") || spec.name.starts_with("final_layer.");
+            let part =
+                spec.name.starts_with("patch_embed.") || spec.name.starts_with("final_layer.");
             part && spec.shape.len() == 4
         })
         .map(|spec| spec.shape.iter().product::<usize>())

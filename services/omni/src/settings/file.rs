@@ -21,10 +21,11 @@ impl ConfigFile {
         let Some(path) = path else {
             return Ok(Self::default());
         };
-        let bad = |reason: String| {
-            OmniError::Config(format!("config file {}: {reason}", path.display()))
-        };
-        let size = std::fs::metadata(path).map_err(|e| bad(e.to_string()))?.len();
+        let bad =
+            |reason: String| OmniError::Config(format!("config file {}: {reason}", path.display()));
+        let size = std::fs::metadata(path)
+            .map_err(|e| bad(e.to_string()))?
+            .len();
         if size > MAX_FILE_BYTES {
             return Err(bad(format!("is larger than {MAX_FILE_BYTES} bytes")));
         }

@@ -74,9 +74,7 @@ impl Settings {
             let given = matches.get_one::<String>(setting.key).cloned();
             let source = matches.value_source(setting.key);
             let found = match (given, source) {
-                (Some(value), Some(ValueSource::EnvVariable)) => {
-                    Some((value, Source::Environment))
-                }
+                (Some(value), Some(ValueSource::EnvVariable)) => Some((value, Source::Environment)),
                 (Some(value), _) => Some((value, Source::Flag)),
                 (None, _) => section
                     .get(setting.key)
@@ -207,7 +205,11 @@ impl fmt::Display for Settings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "[{}]", self.role.section())?;
         for (key, (value, source)) in &self.values {
-            writeln!(f, "{key} = {} # {source}", toml::Value::from(value.as_str()))?;
+            writeln!(
+                f,
+                "{key} = {} # {source}",
+                toml::Value::from(value.as_str())
+            )?;
         }
         Ok(())
     }
@@ -239,7 +241,10 @@ mod tests {
         ] {
             assert!(shown.contains(line), "{shown}");
         }
-        ConfigFile::parse(&shown).unwrap().section(Role::DitWorker).unwrap();
+        ConfigFile::parse(&shown)
+            .unwrap()
+            .section(Role::DitWorker)
+            .unwrap();
     }
 
     #[test]
@@ -267,7 +272,9 @@ mod tests {
                 settings.socket("listen").err(),
                 settings.count("max_rows", 1).err(),
                 settings.url("registry").err(),
-                settings.one_of("transport", &[("shm", 0), ("tcp", 1)]).err(),
+                settings
+                    .one_of("transport", &[("shm", 0), ("tcp", 1)])
+                    .err(),
             ]
             .into_iter()
             .flatten()
@@ -293,7 +300,16 @@ mod tests {
         assert_eq!(parse("64KiB"), Some(65_536));
         assert_eq!(parse("1GiB"), Some(1 << 30));
         assert_eq!(parse("12"), Some(12));
-        for bad in ["", "0", "-1", "1GB", "MiB", "1.5MiB", "99999999999999999999", "99999999999GiB"] {
+        for bad in [
+            "",
+            "0",
+            "-1",
+            "1GB",
+            "MiB",
+            "1.5MiB",
+            "99999999999999999999",
+            "99999999999GiB",
+        ] {
             assert_eq!(parse(bad), None, "{bad:?}");
         }
     }

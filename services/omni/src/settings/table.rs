@@ -38,70 +38,184 @@ use Fallback::{Required, Unset, Value};
 
 /// Settings of every role.
 const COMMON: [Setting; 5] = [
-    setting("admin_listen", "HOST:PORT", Value("127.0.0.1:0"),
-        "Where /livez, /readyz and /metrics answer"),
-    setting("advertise", "URL", Unset,
-        "Address that other processes use, when it differs from the one listened on"),
-    setting("pool", "NAME", Value("default"), "Pool this process belongs to"),
-    setting("log_level", "FILTER", Value("info"), "Log filter, for example info,router=debug"),
+    setting(
+        "admin_listen",
+        "HOST:PORT",
+        Value("127.0.0.1:0"),
+        "Where /livez, /readyz and /metrics answer",
+    ),
+    setting(
+        "advertise",
+        "URL",
+        Unset,
+        "Address that other processes use, when it differs from the one listened on",
+    ),
+    setting(
+        "pool",
+        "NAME",
+        Value("default"),
+        "Pool this process belongs to",
+    ),
+    setting(
+        "log_level",
+        "FILTER",
+        Value("info"),
+        "Log filter, for example info,router=debug",
+    ),
     setting("log_format", "FORMAT", Value("auto"), "auto, text or json"),
 ];
 
 const MODEL: Setting = setting("model", "DIR", Required, "Checkpoint directory");
-const REGISTRY: Setting = setting("registry", "URL", Value("http://127.0.0.1:7600"),
-    "Where the registry answers (the router)");
-const KV_ENDPOINT: Setting = setting("kv_transfer", "URL", Value("http://127.0.0.1:7601"),
-    "Where the KV-transfer service of this node answers");
-const TRANSPORT: Setting = setting("transport", "NAME", Value("shm"),
-    "How prefix KV travels: shm (shared memory) or tcp");
+const REGISTRY: Setting = setting(
+    "registry",
+    "URL",
+    Value("http://127.0.0.1:7600"),
+    "Where the registry answers (the router)",
+);
+const KV_ENDPOINT: Setting = setting(
+    "kv_transfer",
+    "URL",
+    Value("http://127.0.0.1:7601"),
+    "Where the KV-transfer service of this node answers",
+);
+const TRANSPORT: Setting = setting(
+    "transport",
+    "NAME",
+    Value("shm"),
+    "How prefix KV travels: shm (shared memory) or tcp",
+);
 const THREADS: Setting = setting("threads", "N", Value("0"), "Compute threads; 0: one a core");
 
 const ROUTER: [Setting; 4] = [
-    setting("listen", "HOST:PORT", Value("127.0.0.1:7600"), "gRPC address"),
-    setting("registry", "NAME", Value("embedded"), "Which registry: embedded"),
-    setting("max_running", "N", Value("64"), "Requests dispatched to the stages at once"),
-    setting("max_queued", "N", Value("256"), "Requests waiting before new ones are refused"),
+    setting(
+        "listen",
+        "HOST:PORT",
+        Value("127.0.0.1:7600"),
+        "gRPC address",
+    ),
+    setting(
+        "registry",
+        "NAME",
+        Value("embedded"),
+        "Which registry: embedded",
+    ),
+    setting(
+        "max_running",
+        "N",
+        Value("64"),
+        "Requests dispatched to the stages at once",
+    ),
+    setting(
+        "max_queued",
+        "N",
+        Value("256"),
+        "Requests waiting before new ones are refused",
+    ),
 ];
 
 const KV_TRANSFER: [Setting; 4] = [
-    setting("listen", "HOST:PORT", Value("127.0.0.1:7601"), "gRPC address"),
+    setting(
+        "listen",
+        "HOST:PORT",
+        Value("127.0.0.1:7601"),
+        "gRPC address",
+    ),
     REGISTRY,
     TRANSPORT,
-    setting("pool_bytes", "BYTES", Value("256MiB"), "Size of the registered pool, for example 2GiB"),
+    setting(
+        "pool_bytes",
+        "BYTES",
+        Value("256MiB"),
+        "Size of the registered pool, for example 2GiB",
+    ),
 ];
 
 const AR_STAGE: [Setting; 8] = [
-    setting("listen", "HOST:PORT", Value("127.0.0.1:7602"), "gRPC address"),
+    setting(
+        "listen",
+        "HOST:PORT",
+        Value("127.0.0.1:7602"),
+        "gRPC address",
+    ),
     REGISTRY,
     KV_ENDPOINT,
     MODEL,
     TRANSPORT,
     THREADS,
-    setting("max_queue", "N", Value("64"), "Requests waiting before new ones are refused"),
-    setting("prefix_ttl_s", "SECONDS", Value("120"),
-        "How long a published prefix waits for a worker to fetch it"),
+    setting(
+        "max_queue",
+        "N",
+        Value("64"),
+        "Requests waiting before new ones are refused",
+    ),
+    setting(
+        "prefix_ttl_s",
+        "SECONDS",
+        Value("120"),
+        "How long a published prefix waits for a worker to fetch it",
+    ),
 ];
 
 const DIT_WORKER: [Setting; 9] = [
-    setting("listen", "HOST:PORT", Value("127.0.0.1:7603"), "gRPC address"),
+    setting(
+        "listen",
+        "HOST:PORT",
+        Value("127.0.0.1:7603"),
+        "gRPC address",
+    ),
     REGISTRY,
     KV_ENDPOINT,
     MODEL,
     TRANSPORT,
     THREADS,
-    setting("max_queue", "N", Value("64"), "Requests waiting before new ones are refused"),
+    setting(
+        "max_queue",
+        "N",
+        Value("64"),
+        "Requests waiting before new ones are refused",
+    ),
     setting("max_rows", "N", Value("16"), "Rows in one packed step"),
-    setting("max_tokens", "N", Value("65536"), "Query tokens in one packed step"),
+    setting(
+        "max_tokens",
+        "N",
+        Value("65536"),
+        "Query tokens in one packed step",
+    ),
 ];
 
 const UP: [Setting; 7] = [
     MODEL,
-    setting("listen", "HOST:PORT", Value("127.0.0.1:7600"), "gRPC address of the router"),
+    setting(
+        "listen",
+        "HOST:PORT",
+        Value("127.0.0.1:7600"),
+        "gRPC address of the router",
+    ),
     TRANSPORT,
-    setting("pool_bytes", "BYTES", Value("256MiB"), "Size of the KV-transfer pool"),
-    setting("ready_file", "PATH", Unset, "Written with the endpoint once everything serves"),
-    setting("start_timeout_s", "SECONDS", Value("600"), "How long the stages may take to load"),
-    setting("stop_grace_s", "SECONDS", Value("40"), "How long a stage may take to stop"),
+    setting(
+        "pool_bytes",
+        "BYTES",
+        Value("256MiB"),
+        "Size of the KV-transfer pool",
+    ),
+    setting(
+        "ready_file",
+        "PATH",
+        Unset,
+        "Written with the endpoint once everything serves",
+    ),
+    setting(
+        "start_timeout_s",
+        "SECONDS",
+        Value("600"),
+        "How long the stages may take to load",
+    ),
+    setting(
+        "stop_grace_s",
+        "SECONDS",
+        Value("40"),
+        "How long a stage may take to stop",
+    ),
 ];
 
 /// A process of a running system, or the command that starts all of them.
@@ -191,7 +305,10 @@ mod tests {
     fn no_role_has_a_setting_twice() {
         for role in Role::ALL {
             let mut seen = HashSet::new();
-            assert!(role.settings().all(|setting| seen.insert(setting.key)), "{role:?}");
+            assert!(
+                role.settings().all(|setting| seen.insert(setting.key)),
+                "{role:?}"
+            );
         }
     }
 }

@@ -103,7 +103,11 @@ impl Child {
         OmniError::ChildDied {
             role: self.role.name(),
             status: status.map_or_else(|| "no exit status".to_owned(), |s| s.to_string()),
-            last: if last.is_empty() { "nothing".to_owned() } else { last.clone() },
+            last: if last.is_empty() {
+                "nothing".to_owned()
+            } else {
+                last.clone()
+            },
             exit: status
                 .and_then(|status| status.code())
                 .and_then(|code| u8::try_from(code).ok())
@@ -125,7 +129,11 @@ impl Child {
     }
 
     /// Waits until the child has ended, `grace` at most; then kills it. True when it went by itself.
-    pub(crate) async fn finish(&mut self, grace: Duration, forced: impl Future<Output = ()>) -> bool {
+    pub(crate) async fn finish(
+        &mut self,
+        grace: Duration,
+        forced: impl Future<Output = ()>,
+    ) -> bool {
         let start = clock::now();
         tokio::pin!(forced);
         let mut hurry = false;

@@ -220,7 +220,10 @@ async fn stop(fleet: &mut [Child], grace: Duration, shutdown: &Shutdown) {
         }
         for child in fleet.iter_mut().filter(in_group) {
             if !child.finish(grace, shutdown.forced()).await {
-                tracing::warn!(role = child.role().name(), "did not stop in time and was killed");
+                tracing::warn!(
+                    role = child.role().name(),
+                    "did not stop in time and was killed"
+                );
             }
         }
     }

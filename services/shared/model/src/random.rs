@@ -76,7 +76,12 @@ impl Model {
         options: LoadOptions,
         seed: u64,
     ) -> Result<Self, ModelError> {
-        Self::build(config, &RandomWeights { seed }, options, format!("random-{seed}"))
+        Self::build(
+            config,
+            &RandomWeights { seed },
+            options,
+            format!("random-{seed}"),
+        )
     }
 }
 
@@ -104,7 +109,13 @@ mod tests {
     #[test]
     fn norms_are_one_and_biases_zero() {
         let source = RandomWeights { seed: 1 };
-        assert_eq!(source.tensor("n.weight", &[3]).unwrap().to_f32_vec(), [1.0; 3]);
-        assert_eq!(source.tensor("n.bias", &[3]).unwrap().to_f32_vec(), [0.0; 3]);
+        assert_eq!(
+            source.tensor("n.weight", &[3]).unwrap().to_f32_vec(),
+            [1.0; 3]
+        );
+        assert_eq!(
+            source.tensor("n.bias", &[3]).unwrap().to_f32_vec(),
+            [0.0; 3]
+        );
     }
 }

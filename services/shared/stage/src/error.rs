@@ -107,7 +107,9 @@ impl Fault for StageError {
             Self::Config { .. } => Code::InvalidArgument,
             Self::Io { .. } | Self::Panicked { .. } | Self::NotFinite { .. } => Code::Internal,
             Self::QueueFull { .. } => Code::ResourceExhausted,
-            Self::EngineStopped { .. } | Self::NotReady { .. } | Self::Draining => Code::Unavailable,
+            Self::EngineStopped { .. } | Self::NotReady { .. } | Self::Draining => {
+                Code::Unavailable
+            }
             Self::StaleEpoch { .. } => Code::Aborted,
             Self::WrongWeights { .. } => Code::FailedPrecondition,
             Self::Cancelled => Code::Cancelled,
@@ -173,8 +175,8 @@ mod tests {
 
     #[test]
     fn foreign_failures_keep_code_field_and_hint() {
-        let failure = Failure::invalid("size", "bad")
-            .with_retry_after(std::time::Duration::from_secs(1));
+        let failure =
+            Failure::invalid("size", "bad").with_retry_after(std::time::Duration::from_secs(1));
         let error = StageError::of(&failure);
         assert_eq!(Failure::of(&error), failure);
     }

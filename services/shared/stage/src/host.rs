@@ -114,7 +114,11 @@ pub async fn run<S: Stage>(
     let ended = serve(&*stage, &membership, &mut running, &shutdown).await;
     drain(&*stage, membership, &running, &shutdown).await;
     running.stop_servers.cancel();
-    if ended.is_ok() && tokio::time::timeout(CLOSE_GRACE, &mut running.server).await.is_err() {
+    if ended.is_ok()
+        && tokio::time::timeout(CLOSE_GRACE, &mut running.server)
+            .await
+            .is_err()
+    {
         tracing::warn!("connections stayed open, closing them");
     }
     ended

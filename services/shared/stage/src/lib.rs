@@ -9,6 +9,6 @@ pub mod host;
 pub mod info;
 
 pub use engine::Engine;
+pub use error::{StageError, model_code};
 pub use gate::Gate;
 pub use host::{HostConfig, Stage};
-pub use error::{StageError, model_code};
