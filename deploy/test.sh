@@ -42,7 +42,8 @@ step "lints" cargo clippy --locked --workspace --all-targets -- -D warnings
 step "binaries" cargo build --locked --workspace --bins
 # The tests run these binaries instead of asking cargo for them.
 OMNI_BIN_DIR="$(target_directory)/debug"
-export OMNI_BIN_DIR
+OMNI_BIN="$OMNI_BIN_DIR/omni"
+export OMNI_BIN_DIR OMNI_BIN
 step "tests" cargo test --locked --workspace --no-fail-fast
 
 if command -v cargo-deny >/dev/null; then
