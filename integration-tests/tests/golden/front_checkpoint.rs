@@ -263,6 +263,37 @@ fn a_directory_without_weights_is_refused() {
     });
 }
 
+#[test]
+fn damaged_headers_never_panic_nor_load_beyond_their_file() {
+    use proptest::prelude::*;
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.safetensors");
+    let tensor = |shape: Vec<usize>| RawTensor {
+        dtype: "BF16".into(),
+        bytes: vec![0; 2 * shape.iter().product::<usize>()],
+        shape,
+    };
+    let tensors = [("a", tensor(vec![2, 3])), ("b", tensor(vec![4]))];
+    write_raw(&path, &tensors.map(|(n, t)| (n.to_owned(), t)).into());
+    let sound = fs::read(&path).unwrap();
+    let size = sound.len();
+    let damage = proptest::collection::vec((0..size, any::<u8>()), 1..6);
+    proptest!(|(damage in damage)| {
+        let mut bytes = sound.clone();
+        for (at, value) in damage {
+            bytes[at] = value;
+        }
+        fs::write(&path, &bytes).unwrap();
+        if let Ok(checkpoint) = Checkpoint::open(dir.path()) {
+            for name in checkpoint.names() {
+                let entry = checkpoint.entry(name).unwrap();
+                prop_assert!(entry.numel() <= size);
+                drop(checkpoint.tensor_f32(name, &entry.shape));
+            }
+        }
+    });
+}
+
 /// Edits the tensors of the first shard.
 fn edit(dir: &Path, change: impl FnOnce(&mut std::collections::BTreeMap<String, RawTensor>)) {
     let shard = &shards(dir)[0];

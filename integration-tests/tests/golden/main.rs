@@ -18,4 +18,5 @@ mod front_checkpoint;
 mod front_images;
 mod front_layouts;
 mod front_manifest;
+mod front_requests;
 mod front_schedule;

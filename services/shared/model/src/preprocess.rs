@@ -12,6 +12,7 @@ use crate::config::VitProcessorConfig;
 use crate::error::ModelError;
 use crate::layout::{CondImageGrid, ImageGrid};
 use crate::picture::RgbImage;
+use crate::resample::lanczos;
 
 /// Longest side of a picture that is taken in, in pixels.
 pub const MAX_INPUT_SIDE: usize = 16_384;
@@ -105,7 +106,7 @@ pub fn vae_picture(image: &RgbImage, group: &ResolutionGroup) -> Result<VaePictu
             ),
         ));
     }
-    let resized = resize(image, rh, rw, FilterType::Lanczos3)?;
+    let resized = lanczos(image, rh, rw);
     let top = ((rh - bucket.height) as f64 / 2.0).round_ties_even() as usize;
     let left = ((rw - bucket.width) as f64 / 2.0).round_ties_even() as usize;
     let mut data = Vec::with_capacity(bucket.height * bucket.width * 3);
@@ -139,7 +140,7 @@ pub fn vit_picture(
     check_picture(image)?;
     let patch = processor.patch_size;
     let (rows, columns) = patch_grid(image.height, image.width, patch, processor.max_num_patches)?;
-    let resized = resize(image, rows * patch, columns * patch, FilterType::Bilinear)?;
+    let resized = bilinear(image, rows * patch, columns * patch)?;
     let row_values = patch * 3;
     let mut values = vec![0f32; processor.max_num_patches * patch * row_values];
     let mut at = 0;
@@ -215,25 +216,15 @@ fn check_picture(image: &RgbImage) -> Result<(), ModelError> {
     Ok(())
 }
 
-/// Resamples a picture in 8 bits: first along rows, then along columns, rounding in between. The order shows
-/// where a filter overshoots, and the reference takes this one.
-fn resize(
-    image: &RgbImage,
-    height: usize,
-    width: usize,
-    filter: FilterType,
-) -> Result<RgbImage, ModelError> {
-    let wide = resize_pass(image, image.height, width, filter)?;
-    resize_pass(&wide, height, width, filter)
+/// Bilinear resampling in 8 bits with antialiasing: the ViT's own preparation has 16-bit weights, as this
+/// library has.
+fn bilinear(image: &RgbImage, height: usize, width: usize) -> Result<RgbImage, ModelError> {
+    let wide = bilinear_pass(image, image.height, width)?;
+    bilinear_pass(&wide, height, width)
 }
 
-/// One call of the resampler, which changes one side only.
-fn resize_pass(
-    image: &RgbImage,
-    height: usize,
-    width: usize,
-    filter: FilterType,
-) -> Result<RgbImage, ModelError> {
+/// One call of the resampler, which changes one side only, so that rows come first.
+fn bilinear_pass(image: &RgbImage, height: usize, width: usize) -> Result<RgbImage, ModelError> {
     let side = |n: usize| {
         u32::try_from(n).map_err(|_| ModelError::Internal(format!("a side of {n} pixels")))
     };
@@ -246,9 +237,13 @@ fn resize_pass(
     )
     .map_err(|e| failed(&e))?;
     let mut target = Image::new(side(width)?, side(height)?, PixelType::U8x3);
-    let options = ResizeOptions::new().resize_alg(ResizeAlg::Convolution(filter));
+    let filter = ResizeAlg::Convolution(FilterType::Bilinear);
     Resizer::new()
-        .resize(&source, &mut target, &options)
+        .resize(
+            &source,
+            &mut target,
+            &ResizeOptions::new().resize_alg(filter),
+        )
         .map_err(|e| failed(&e))?;
     Ok(RgbImage {
         width,

@@ -368,3 +368,6 @@ pub(crate) fn read_bounded(dir: &Path, file: &str, limit: u64) -> Result<Vec<u8>
     }
     std::fs::read(&path).map_err(|e| ModelError::file(file, format!("cannot be read: {e}")))
 }
+
+#[cfg(test)]
+mod tests;
