@@ -12,17 +12,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-GN_SILU = None  # a compiled replacement of `_norm_silu_2d`, set by the trainer
-
-
-def _norm_silu_2d(x, w, b, groups: int, eps: float):
-    """SiLU(GroupNorm(x)) that keeps channels-last memory: x [B, C, H, W]."""
-    bsz, c, h, wd = x.shape
-    y = x.permute(0, 2, 3, 1).reshape(bsz, h * wd, groups, c // groups).float()
-    mean = y.mean((1, 3), keepdim=True)
-    var = (y * y).mean((1, 3), keepdim=True) - mean * mean
-    y = ((y - mean) * torch.rsqrt(var.clamp(min=0) + eps)).reshape(bsz, h, wd, c) * w + b
-    return F.silu(y).to(x.dtype).permute(0, 3, 1, 2)
+GN_SILU = None  # a fused kernel for SiLU(GroupNorm(x)) of channels-last pictures, set by the trainer
 
 
 def norm_silu(x, norm):
@@ -231,10 +221,21 @@ class Conv(nn.Conv3d):
     On four identical frames whose kernels are zero off the middle tap both give the same numbers.
     """
 
+    def flatten(self):
+        """Training without frames: the middle tap becomes the parameter `flat`."""
+        self.flat = nn.Parameter(self.weight.detach()[:, :, self.kernel_size[0] // 2].clone())
+        self.weight.requires_grad_(False)
+
+    @torch.no_grad()
+    def unflatten(self):
+        self.weight[:, :, self.kernel_size[0] // 2] = self.flat
+        del self.flat
+
     def forward(self, x):
         if x.ndim == 5:
             return super().forward(x)
-        return F.conv2d(x, self.weight[:, :, self.kernel_size[0] // 2], self.bias, padding=self.padding[1])
+        w = self.flat if hasattr(self, "flat") else self.weight[:, :, self.kernel_size[0] // 2]
+        return F.conv2d(x, w, self.bias, padding=self.padding[1])
 
 
 def conv3(cin, cout):
@@ -530,6 +531,8 @@ class HunyuanImage3(nn.Module):
                 nn.init.zeros_(m.bias)
             if isinstance(m, VaeBlock):
                 nn.init.zeros_(m.conv2.weight)
+            if isinstance(m, (Down, Up)):
+                m.conv.weight.mul_(0.3)
         return self
 
 

@@ -104,10 +104,13 @@ def setup(a):
     if a.device == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
-        torch.backends.cudnn.benchmark = True
-        if a.compile:
-            torch._dynamo.config.recompile_limit = 64
-            M.GN_SILU = torch.compile(M._norm_silu_2d, dynamic=True)
+        torch.backends.cudnn.benchmark = a.phase == "vae"
+        if a.kernel:
+            import norm_kernel
+
+            norm_kernel.self_check("cuda")
+            norm_kernel.self_check("cuda", torch.bfloat16, 3e-2)
+            M.GN_SILU = norm_kernel.norm_silu
     with open(os.path.join(a.assets, "config.json")) as f:
         return json.load(f)
 
@@ -134,62 +137,138 @@ def psnr(vae, a, count=64):
     return out
 
 
+CROP = 128
+
+
+def crop_vectors(vec, gen):
+    """Shifts scenes so that a CROP x CROP window shows an object (or, for a fifth, anything)."""
+    n, dev = len(vec), vec.device
+    count = (vec[:, 3::5] >= 0).sum(1)
+    k = (torch.rand(n, device=dev, generator=gen) * count).long()
+    centre = torch.stack([vec[:, 5::5].gather(1, k[:, None])[:, 0], vec[:, 6::5].gather(1, k[:, None])[:, 0]], 1)
+    off = centre - CROP / 2 + torch.randn(n, 2, device=dev, generator=gen) * 28
+    anywhere = torch.rand(n, 2, device=dev, generator=gen) * CROP
+    off = torch.where(torch.rand(n, 1, device=dev, generator=gen) < 0.2, anywhere, off).round()
+    out = vec.clone()
+    out[:, 5::5] -= off[:, :1]
+    out[:, 6::5] -= off[:, 1:]
+    return out
+
+
+class Pictures:
+    """Batches of pictures in [-1, 1]: windows first, then whole pictures of every format."""
+
+    def __init__(self, a, prod):
+        self.a, self.prod, self.parts = a, prod, []
+        self.gen = torch.Generator(a.device).manual_seed(a.seed)
+
+    def next(self, whole):
+        if not self.parts:
+            _, fmt, arr = self.prod.next()
+            vec = torch.from_numpy(arr).to(self.a.device)
+            if whole:
+                img, n = pixels_of(vec[: 8 * self.a.vae_batch // 4], fmt), max(1, self.a.vae_batch // 4)
+            else:
+                img, n = data.render(crop_vectors(vec, self.gen), CROP, CROP), self.a.vae_batch
+            img = flat(img.round_().div_(127.5).sub_(1), self.a)
+            self.parts = [p for p in img.split(n) if len(p) == min(n, len(img))]
+        return self.parts.pop()
+
+
+class VaeOptimiser:
+    """Orthogonalised momentum for the 3x3 convolutions between features, AdamW for the rest."""
+
+    def __init__(self, vae, a):
+        convs = [m for m in vae.modules() if isinstance(m, M.Conv)]
+        for m in convs:
+            m.flatten()
+        edge = {id(vae.encoder.conv_in), id(vae.decoder.conv_out), id(vae.decoder.conv_in), id(vae.encoder.conv_out)}
+        mats = [m.flat for m in convs if a.muon and m.kernel_size[0] == 3 and id(m) not in edge]
+        self.params = [p for p in vae.parameters() if p.requires_grad]
+        taken = {id(p) for p in mats}
+        rest = [p for p in self.params if id(p) not in taken]
+        self.adam = torch.optim.AdamW(rest, lr=a.vae_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=a.device == "cuda")
+        shapes = {}
+        for p in mats:
+            shapes.setdefault(tuple(p.shape), []).append(p)
+        self.groups = [(ps, [torch.zeros_like(p) for p in ps]) for ps in shapes.values()]
+
+    @torch.no_grad()
+    def step(self, lr, muon_lr):
+        torch.nn.utils.clip_grad_norm_(self.params, 1.0)
+        for g in self.adam.param_groups:
+            g["lr"] = lr
+        self.adam.step()
+        for ps, bufs in self.groups:
+            grads = [p.grad for p in ps]
+            torch._foreach_lerp_(bufs, grads, 0.05)
+            torch._foreach_lerp_(grads, bufs, 0.95)
+            o = orthogonalise(torch.stack(grads).flatten(2))
+            o = o.mul_(0.2 * max(o.shape[1:]) ** 0.5).view(-1, *ps[0].shape)
+            torch._foreach_add_(ps, list(o.unbind()), alpha=-muon_lr)
+        for p in self.params:
+            p.grad = None
+
+
+def vae_loss(vae, x, a):
+    with cast(a):
+        mean, logvar = vae.moments(x)
+        z = mean + torch.exp(0.5 * logvar) * torch.randn_like(mean)
+        y = vae.decoder(flat(z, a)).float()
+    mse, l1 = F.mse_loss(y, x), F.l1_loss(y, x)
+    kl = 0.5 * (mean.pow(2) + logvar.exp() - 1 - logvar).mean()
+    return mse + 0.2 * l1 + 1e-4 * kl, torch.stack([mse, l1, kl, mean.std()]).detach()
+
+
 def train_vae(a, log):
-    prod = Producer(a, [("scene", 1.0)], 4 * a.workers)
+    prod = Producer(a, [("scene", 1.0)], 2 * a.workers)
     c = setup(a)
     vae = M.HunyuanImage3(c).init().vae.to(a.device)
-    if a.device == "cuda":
-        vae.to(memory_format=torch.preserve_format)
-    params = list(vae.parameters())
+    pictures = Pictures(a, prod)
+    opt = VaeOptimiser(vae, a)
+    params = opt.params
     ema = [p.detach().clone() for p in params]
-    opt = torch.optim.AdamW(params, lr=a.vae_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=a.device == "cuda")
-    start, step, seen = time.monotonic(), 0, 0
+    start, step, seen, since, whole = time.monotonic(), 0, 0, None, False
     budget = a.minutes * 60
-    chunk, at, fmt = None, 0, None
     while True:
         done = (time.monotonic() - start) / budget
         if done >= 1:
             break
-        if chunk is None or at + a.vae_batch > len(chunk):
-            _, fmt, arr = prod.next()
-            chunk, at = torch.from_numpy(arr).to(a.device), 0
-        vec = chunk[at : at + a.vae_batch]
-        at += a.vae_batch
-        x = flat(pixels_of(vec, fmt) / 127.5 - 1, a)
-        for g in opt.param_groups:
-            g["lr"] = a.vae_lr * min(1, (step + 1) / 150) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
-        with cast(a):
-            mean, logvar = vae.moments(x)
-            z = mean + torch.exp(0.5 * logvar) * torch.randn_like(mean)
-            y = vae.decoder(flat(z, a)).float()
-        mse, l1 = F.mse_loss(y, x), F.l1_loss(y, x)
-        kl = 0.5 * (mean.pow(2) + logvar.exp() - 1 - logvar).mean()
-        loss = mse + 0.2 * l1 + 1e-4 * kl
+        if done > 0.72 and not whole:
+            whole, pictures.parts = True, []
+            torch.backends.cudnn.benchmark = False  # many picture sizes from here on
+        x = pictures.next(whole)
+        f = min(1, (step + 1) / 100) * (1.0 if done < 0.4 else max(0.02, (1 - done) / 0.6))
+        loss, parts = vae_loss(vae, x, a)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(params, 1.0)
-        opt.step()
-        opt.zero_grad(set_to_none=True)
-        decay = min(0.998, (step + 1) / (step + 20))
-        torch._foreach_lerp_(ema, [p.detach() for p in params], 1 - decay)
-        step += 1
-        seen += len(vec)
-        if step % a.log_every == 0 or step <= 2:
-            dt = time.monotonic() - start
-            log(f"vae step {step} mse {mse.item():.5f} ({10 * math.log10(4 / mse.item()):.1f} dB) l1 {l1.item():.4f} "
-                f"kl {kl.item():.3f} std {mean.std().item():.3f} {seen / dt:.0f} img/s")
+        opt.step(a.vae_lr * f, a.vae_muon_lr * f)
+        torch._foreach_lerp_(ema, [p.detach() for p in params], 1 - min(0.998, (step + 1) / (step + 20)))
+        step, seen = step + 1, seen + len(x)
+        if step % a.log_every == 0 or step in (1, 2, 10, 50):
+            mse, l1, kl, std = parts.tolist()
+            now = time.monotonic()
+            rate = 0 if since is None else (step - since[0]) / (now - since[1])
+            since = (step, now)
+            log(f"vae step {step} {100 * done:.0f}% mse {mse:.5f} ({10 * math.log10(4 / mse):.1f} dB) l1 {l1:.4f} "
+                f"kl {kl:.3f} std {std:.3f} {rate:.1f} steps/s whole {int(whole)}")
     prod.close()
     for p, e in zip(params, ema):
         p.data.copy_(e)
-    vae.eval()
-    with torch.no_grad():
-        zs = []
-        for i, f in enumerate(data.FORMATS):
-            vec = torch.from_numpy(data.scene_chunk(10**9 + i, min(256, a.chunk), f)).to(a.device)
-            mean, logvar = vae.moments(flat(pixels_of(vec, f) / 127.5 - 1, a))
-            zs.append((mean + torch.exp(0.5 * logvar) * torch.randn_like(mean)).flatten())
-        std = torch.cat(zs).std().item()
-    vae.scale = float(f"{1 / std:.8g}")
+    for m in vae.modules():
+        if isinstance(m, M.Conv):
+            m.unflatten()
+    finish_vae(vae, a, log, step, seen)
+
+
+@torch.no_grad()
+def finish_vae(vae, a, log, step, seen):
     vae.to(torch.bfloat16).float()  # the shipped precision: everything after sees the rounded weights
+    zs = []
+    for i, f in enumerate(data.FORMATS):
+        vec = torch.from_numpy(data.scene_chunk(10**9 + i, min(256, a.chunk), f)).to(a.device)
+        mean, logvar = vae.moments(flat(pixels_of(vec, f) / 127.5 - 1, a))
+        zs.append((mean + torch.exp(0.5 * logvar) * torch.randn_like(mean)).flatten())
+    vae.scale = float(f"{1 / torch.cat(zs).std().item():.8g}")
     state = {k: v.bfloat16().cpu() for k, v in vae.state_dict().items()}
     torch.save({"vae": state, "scale": vae.scale, "steps": step, "pictures": seen}, os.path.join(a.out, "vae.pt"))
     log("vae done: steps", step, "pictures", seen, "scaling_factor", vae.scale, "psnr", psnr(vae, a, min(64, a.chunk)))
@@ -574,7 +653,7 @@ def export(a, log):
     """EMA weights as bf16 shards (router fp32) with the real names; copies tokenizer and configs."""
     from safetensors.torch import save_file
 
-    c = setup(argparse.Namespace(**{**vars(a), "compile": 0}))
+    c = setup(argparse.Namespace(**{**vars(a), "device": "cpu"}))
     net = M.HunyuanImage3(c)
     load_vae(net, a)
     s = torch.load(os.path.join(a.out, "joint.pt"), map_location="cpu", weights_only=True)
@@ -615,6 +694,7 @@ def export(a, log):
 def smoke(a, log):
     """Every phase at toy size; proves that the command lines, the resume and the export work."""
     a.device, a.compile, a.workers, a.chunk = "cpu", 0, 1, 3
+    a.kernel = 0
     a.vae_batch, a.batch, a.log_every, a.pool_start, a.pool_cap = 2, 2, 2, 12, 12
     a.minutes = 0.15
     train_vae(a, log)
@@ -634,23 +714,25 @@ def arguments():
     p.add_argument("--minutes", type=float, default=4.0)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--compile", type=int, default=1)
+    p.add_argument("--kernel", type=int, default=1, help="the fused norm kernel (GPU only)")
     p.add_argument("--seed", type=int, default=11)
     p.add_argument("--workers", type=int, default=14)
     p.add_argument("--chunk", type=int, default=1024)
     p.add_argument("--log-every", type=int, default=100)
-    p.add_argument("--vae-batch", type=int, default=64)
+    p.add_argument("--vae-batch", type=int, default=96)
     p.add_argument("--vae-lr", type=float, default=1.5e-3)
+    p.add_argument("--vae-muon-lr", type=float, default=3e-3)
     p.add_argument("--batch", type=int, default=512)
     p.add_argument("--lr", type=float, default=1e-3)
     p.add_argument("--muon", type=int, default=1)
-    p.add_argument("--muon-lr", type=float, default=1.5e-3)
+    p.add_argument("--muon-lr", type=float, default=2e-3)
     p.add_argument("--ema", type=float, default=0.998)
     p.add_argument("--cfg-drop", type=float, default=0.12)
     p.add_argument("--ce-weight", type=float, default=0.15)
     p.add_argument("--aux-weight", type=float, default=0.01)
     p.add_argument("--edits", type=int, default=1)
-    p.add_argument("--edit-from", type=float, default=0.25)
-    p.add_argument("--edit-share", type=float, default=0.15)
+    p.add_argument("--edit-from", type=float, default=0.3)
+    p.add_argument("--edit-share", type=float, default=0.12)
     p.add_argument("--pool-start", type=int, default=40_000)
     p.add_argument("--pool-cap", type=int, default=400_000)
     p.add_argument("--pool-every", type=int, default=2)
