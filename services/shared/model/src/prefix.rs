@@ -55,6 +55,9 @@ impl PrefixKv {
 
     /// The values as little-endian bytes, in the same order.
     pub fn to_bytes(&self) -> Vec<u8> {
+        if cfg!(target_endian = "little") {
+            return bytemuck::cast_slice(&self.data).to_vec();
+        }
         self.data.iter().flat_map(|v| v.to_le_bytes()).collect()
     }
 
