@@ -100,12 +100,14 @@ impl Engine {
         let (answer, answered) = oneshot::channel();
         let pending = Pending::new(&self.pending);
         let job: Work = Box::new(move || {
-            let _pending = pending;
             if answer.is_closed() {
                 return;
             }
+            let result = guard(name, work);
+            // Whoever has the answer no longer sees its work as pending.
+            drop(pending);
             // A caller that has gone away is no error: its answer is dropped.
-            let _ = answer.send(guard(name, work));
+            let _ = answer.send(result);
         });
         self.queue.try_send(job).map_err(|error| match error {
             mpsc::error::TrySendError::Full(_) => StageError::QueueFull {
