@@ -41,9 +41,12 @@ impl Tokenizer {
         let mut json: Value = serde_json::from_slice(bytes)
             .map_err(|e| ModelError::Tokenizer(format!("not valid JSON: {e}")))?;
         let added = escape_added_tokens(&mut json)?;
-        let bytes = serde_json::to_vec(&json).map_err(|e| ModelError::Tokenizer(e.to_string()))?;
-        let mut inner = tokenizers::Tokenizer::from_bytes(bytes)
-            .map_err(|e| ModelError::Tokenizer(e.to_string()))?;
+        let text = serde_json::to_string(&json).map_err(|e| ModelError::Tokenizer(e.to_string()))?;
+        // `FromStr` is the one constructor that is not generic: the others would compile the whole
+        // deserialiser of that crate once more, here.
+        let mut inner: tokenizers::Tokenizer = text
+            .parse()
+            .map_err(|e: tokenizers::Error| ModelError::Tokenizer(e.to_string()))?;
         inner.set_encode_special_tokens(true);
         let vocab_size = inner.get_vocab_size(true);
         Ok(Self {
