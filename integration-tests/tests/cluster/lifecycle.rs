@@ -196,7 +196,8 @@ async fn a_clean_stop_finishes_the_request_and_leaves_no_process() {
         accepted(&up).await;
         up.terminate();
     };
-    let (answer, ()) = bounded(async { tokio::join!(generate(&up, request), stop) }).await;
+    let both = Box::pin(async { tokio::join!(generate(&up, request), stop) });
+    let (answer, ()) = bounded(both).await;
     answer.unwrap();
     let status = up.wait();
     assert!(status.success(), "{status}:\n{}", up.log());
