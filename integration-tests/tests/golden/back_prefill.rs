@@ -290,79 +290,73 @@ fn a_pictures_first_two_passes_equal_the_reference() {
             file.ids("step0.input_ids").1,
             "{what}: ids"
         );
-        let layers = model.config().num_layers();
         let pass = |prefix: &str| ImagePass {
             model,
             layout: &layout,
             latents: latents(&file, &format!("{prefix}latents"), 0),
             timestep: file.f32(&format!("{prefix}timestep")).1[0],
         };
-
-        // The whole sequence, trailing tokens included.
-        let first = pass("step0.");
-        let mut caches = vec![KvCache::new(model.info().kv, layout.len()).unwrap(); 2];
-        let mut seen = Recorder::default();
-        let hidden = first.run(0..layout.len(), &mut caches, &mut seen);
-        first.assert_inputs(&what, &file, "step0.", 0);
-        seen.assert_matches(&what, &file, "step0.", layers);
-        let whole: Vec<PrefixKv> = caches.into_iter().map(KvCache::into_prefix).collect();
-        assert_caches(
-            &what,
-            &file,
-            "step0.",
-            layers,
-            &whole.iter().collect::<Vec<_>>(),
-        );
-        let pred = first.velocity(&hidden, 0);
-        assert_close(
-            &format!("{what} step0.pred"),
-            &pred,
-            &file.f32("step0.pred").1,
-            limit::STATE,
-        );
-        assert_final_block(&what, &file, &first, &hidden);
-
-        // The second pass behind the prefix alone.
-        let second = pass("step1.");
-        let target = layout.target().unwrap();
-        let prefixes = prefixes(model, &layout);
-        assert_prefix_of(&prefixes, &whole);
-        let mut caches: Vec<KvCache> = prefixes
-            .iter()
-            .map(|p| KvCache::resume(p, target.end).unwrap())
-            .collect();
-        let mut seen = Recorder::default();
-        let hidden = second.run(target.clone(), &mut caches, &mut seen);
-        second.assert_inputs(&what, &file, "step1.", target.start);
-        seen.assert_matches(&what, &file, "step1.", layers);
-        let cached = second.velocity(&hidden, target.start);
-        assert_close(
-            &format!("{what} step1.pred"),
-            &cached,
-            &file.f32("step1.pred").1,
-            limit::STATE,
-        );
-        let renewed: Vec<PrefixKv> = caches.into_iter().map(KvCache::into_prefix).collect();
-        assert_renewed_cache(&what, &file, &renewed, &whole);
-
-        // And without a cache.
-        let mut caches = vec![KvCache::new(model.info().kv, layout.len()).unwrap(); 2];
-        let hidden = second.run(0..layout.len(), &mut caches, &mut Recorder::default());
-        let full = second.velocity(&hidden, 0);
-        let want = file.f32("step1_full_recompute.pred").1;
-        assert_close(
-            &format!("{what} step1 without cache"),
-            &full,
-            &want,
-            limit::STATE,
-        );
-        assert_close(
-            &format!("{what} cached and not"),
-            &cached,
-            &full,
-            limit::STATE,
-        );
+        let whole = assert_first_pass(&what, &file, &pass("step0."));
+        let cached = assert_second_pass(&what, &file, &pass("step1."), &whole);
+        assert_uncached_pass(&what, &file, &pass("step1."), &cached);
     }
+}
+
+/// The whole sequence, trailing tokens included; returns its keys and values.
+fn assert_first_pass(what: &str, file: &Tensors, pass: &ImagePass<'_>) -> Vec<PrefixKv> {
+    let (model, layout) = (pass.model, pass.layout);
+    let layers = model.config().num_layers();
+    let mut caches = vec![KvCache::new(model.info().kv, layout.len()).unwrap(); 2];
+    let mut seen = Recorder::default();
+    let hidden = pass.run(0..layout.len(), &mut caches, &mut seen);
+    pass.assert_inputs(what, file, "step0.", 0);
+    seen.assert_matches(what, file, "step0.", layers);
+    let whole: Vec<PrefixKv> = caches.into_iter().map(KvCache::into_prefix).collect();
+    let rows: Vec<&PrefixKv> = whole.iter().collect();
+    assert_caches(what, file, "step0.", layers, &rows);
+    let pred = pass.velocity(&hidden, 0);
+    let want = file.f32("step0.pred").1;
+    assert_close(&format!("{what} step0.pred"), &pred, &want, limit::STATE);
+    assert_final_block(what, file, pass, &hidden);
+    whole
+}
+
+/// The target alone behind the prefix; returns its velocities.
+fn assert_second_pass(
+    what: &str,
+    file: &Tensors,
+    pass: &ImagePass<'_>,
+    whole: &[PrefixKv],
+) -> Vec<f32> {
+    let target = pass.layout.target().unwrap();
+    let prefixes = prefixes(pass.model, pass.layout);
+    assert_prefix_of(&prefixes, whole);
+    let mut caches: Vec<KvCache> = prefixes
+        .iter()
+        .map(|p| KvCache::resume(p, target.end).unwrap())
+        .collect();
+    let mut seen = Recorder::default();
+    let hidden = pass.run(target.clone(), &mut caches, &mut seen);
+    pass.assert_inputs(what, file, "step1.", target.start);
+    seen.assert_matches(what, file, "step1.", pass.model.config().num_layers());
+    let pred = pass.velocity(&hidden, target.start);
+    let want = file.f32("step1.pred").1;
+    assert_close(&format!("{what} step1.pred"), &pred, &want, limit::STATE);
+    let renewed: Vec<PrefixKv> = caches.into_iter().map(KvCache::into_prefix).collect();
+    assert_renewed_cache(what, file, &renewed, whole);
+    pred
+}
+
+/// The same pass computed without a cache.
+fn assert_uncached_pass(what: &str, file: &Tensors, pass: &ImagePass<'_>, cached: &[f32]) {
+    let tokens = pass.layout.len();
+    let mut caches = vec![KvCache::new(pass.model.info().kv, tokens).unwrap(); 2];
+    let hidden = pass.run(0..tokens, &mut caches, &mut Recorder::default());
+    let full = pass.velocity(&hidden, 0);
+    let want = file.f32("step1_full_recompute.pred").1;
+    let what = format!("{what} step1 without cache");
+    assert_close(&what, &full, &want, limit::STATE);
+    assert_close(&format!("{what}, and cached"), cached, &full, limit::STATE);
 }
 
 fn prefixes(model: &Model, layout: &SequenceLayout) -> Vec<PrefixKv> {
