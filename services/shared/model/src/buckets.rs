@@ -71,7 +71,7 @@ impl ResolutionGroup {
     /// # Errors
     /// `base` is no positive multiple of `cell`, or so small that a side would vanish.
     pub fn new(base: usize, cell: usize, set: BucketSet) -> Result<Self, ModelError> {
-        if cell == 0 || base < 2 * cell || base % cell != 0 || base > MAX_SIDE / 2 {
+        if cell == 0 || base < 2 * cell || !base.is_multiple_of(cell) || base > MAX_SIDE / 2 {
             return Err(ModelError::config(
                 "image_base_size",
                 format!("{base} makes no sizes in steps of {cell} pixels"),

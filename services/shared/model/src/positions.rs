@@ -82,7 +82,7 @@ fn frequencies(dim: usize, theta: f64) -> Vec<f32> {
 /// # Errors
 /// `dim` is odd or zero.
 pub fn rope_table(positions: &[Position], dim: usize, theta: f64) -> Result<RopeTable, ModelError> {
-    if dim == 0 || dim % 2 != 0 {
+    if dim == 0 || !dim.is_multiple_of(2) {
         return Err(ModelError::Internal(format!("rope over {dim} dimensions")));
     }
     let frequencies = frequencies(dim, theta);

@@ -163,7 +163,7 @@ impl ModelConfig {
     }
 
     fn check(&self, f: &Fields<'_>) -> Result<(), ModelError> {
-        if self.num_heads % self.num_kv_heads != 0 {
+        if !self.num_heads.is_multiple_of(self.num_kv_heads) {
             return Err(f.error(
                 "num_key_value_heads",
                 format!(
@@ -172,14 +172,14 @@ impl ModelConfig {
                 ),
             ));
         }
-        if self.head_dim % 2 != 0 {
+        if !self.head_dim.is_multiple_of(2) {
             return Err(f.error("attention_head_dim", format!("{} is odd", self.head_dim)));
         }
         for (name, channels) in [
             ("hidden_size", self.hidden_size),
             ("patch_embed_hidden_dim", self.patch_embed_hidden),
         ] {
-            if channels % NORM_GROUPS != 0 {
+            if !channels.is_multiple_of(NORM_GROUPS) {
                 return Err(f.error(
                     name,
                     format!("{channels} does not split into {NORM_GROUPS} groups"),
@@ -196,7 +196,7 @@ impl ModelConfig {
             ));
         }
         let cell = self.pixels_per_token();
-        if self.image_base_size % cell != 0 || self.image_base_size < 2 * cell {
+        if !self.image_base_size.is_multiple_of(cell) || self.image_base_size < 2 * cell {
             return Err(f.error(
                 "image_base_size",
                 format!(
@@ -223,7 +223,7 @@ fn head_dim(f: &Fields<'_>, hidden: usize) -> Result<usize, ModelError> {
         (Some(n), _) | (None, Some(n)) => Ok(n),
         (None, None) => {
             let heads = f.size("num_attention_heads")?;
-            if hidden % heads != 0 {
+            if !hidden.is_multiple_of(heads) {
                 return Err(f.error("num_attention_heads", "does not divide hidden_size"));
             }
             Ok(hidden / heads)

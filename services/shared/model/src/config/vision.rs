@@ -100,7 +100,7 @@ impl VaeConfig {
             ));
         }
         let deepest = levels[levels.len() - 1];
-        if deepest % (2 * self.latent_channels) != 0 {
+        if !deepest.is_multiple_of(2 * self.latent_channels) {
             return Err(f.error(
                 "latent_channels",
                 format!("twice {} does not divide {deepest}", self.latent_channels),
@@ -119,7 +119,7 @@ impl VaeConfig {
             );
             let temporal = level >= spatial - self.temporal_levels();
             let cells = if temporal { 8 } else { 4 };
-            if lower % cells != 0 || (cells * upper) % lower != 0 {
+            if !lower.is_multiple_of(cells) || (cells * upper) % lower != 0 {
                 return Err(f.error(
                     "block_out_channels",
                     format!(
@@ -182,7 +182,7 @@ impl VitConfig {
             position_grid,
             layer_norm_eps: f.positive("layer_norm_eps", Some(1e-6))?,
         };
-        if config.hidden_size % config.num_heads != 0 {
+        if !config.hidden_size.is_multiple_of(config.num_heads) {
             return Err(f.error("num_attention_heads", "does not divide hidden_size"));
         }
         if config.num_channels != 3 {
