@@ -3,8 +3,6 @@
 //! HunyuanImage-3.0: the VAE gets the picture scaled to cover its own bucket and cropped in the middle; the ViT
 //! gets the uncropped picture scaled to as many patches as fit.
 
-use fast_image_resize::images::{Image, ImageRef};
-use fast_image_resize::{FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer};
 use kernels::Tensor;
 
 use crate::buckets::{Bucket, ResolutionGroup};
@@ -12,7 +10,7 @@ use crate::config::VitProcessorConfig;
 use crate::error::ModelError;
 use crate::layout::{CondImageGrid, ImageGrid};
 use crate::picture::RgbImage;
-use crate::resample::lanczos;
+use crate::resample::{bilinear, lanczos};
 
 /// Longest side of a picture that is taken in, in pixels.
 pub const MAX_INPUT_SIDE: usize = 16_384;
@@ -140,7 +138,7 @@ pub fn vit_picture(
     check_picture(image)?;
     let patch = processor.patch_size;
     let (rows, columns) = patch_grid(image.height, image.width, patch, processor.max_num_patches)?;
-    let resized = bilinear(image, rows * patch, columns * patch)?;
+    let resized = bilinear(image, rows * patch, columns * patch);
     let row_values = patch * 3;
     let mut values = vec![0f32; processor.max_num_patches * patch * row_values];
     let mut at = 0;
@@ -214,42 +212,6 @@ fn check_picture(image: &RgbImage) -> Result<(), ModelError> {
         ));
     }
     Ok(())
-}
-
-/// Bilinear resampling in 8 bits with antialiasing: the ViT's own preparation has 16-bit weights, as this
-/// library has.
-fn bilinear(image: &RgbImage, height: usize, width: usize) -> Result<RgbImage, ModelError> {
-    let wide = bilinear_pass(image, image.height, width)?;
-    bilinear_pass(&wide, height, width)
-}
-
-/// One call of the resampler, which changes one side only, so that rows come first.
-fn bilinear_pass(image: &RgbImage, height: usize, width: usize) -> Result<RgbImage, ModelError> {
-    let side = |n: usize| {
-        u32::try_from(n).map_err(|_| ModelError::Internal(format!("a side of {n} pixels")))
-    };
-    let failed = |e: &dyn std::fmt::Display| ModelError::Internal(format!("resize: {e}"));
-    let source = ImageRef::new(
-        side(image.width)?,
-        side(image.height)?,
-        &image.data,
-        PixelType::U8x3,
-    )
-    .map_err(|e| failed(&e))?;
-    let mut target = Image::new(side(width)?, side(height)?, PixelType::U8x3);
-    let filter = ResizeAlg::Convolution(FilterType::Bilinear);
-    Resizer::new()
-        .resize(
-            &source,
-            &mut target,
-            &ResizeOptions::new().resize_alg(filter),
-        )
-        .map_err(|e| failed(&e))?;
-    Ok(RgbImage {
-        width,
-        height,
-        data: target.into_vec(),
-    })
 }
 
 #[cfg(test)]
