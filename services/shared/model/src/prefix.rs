@@ -72,7 +72,9 @@ impl PrefixKv {
     ) -> Result<Self, ModelError> {
         require_f32(&geometry)?;
         let expected = values(&geometry, tokens)?;
-        if bytes.len() / size_of::<f32>() != expected || !bytes.len().is_multiple_of(size_of::<f32>()) {
+        if bytes.len() / size_of::<f32>() != expected
+            || !bytes.len().is_multiple_of(size_of::<f32>())
+        {
             return Err(ModelError::Internal(format!(
                 "prefix of {tokens} tokens needs {} bytes, got {}",
                 expected * size_of::<f32>(),

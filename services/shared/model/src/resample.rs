@@ -212,7 +212,12 @@ mod tests {
     fn narrow_weights_use_16_bits_and_no_more() {
         for (source, target) in [(7, 7), (7, 20), (1000, 3), (4000, 1)] {
             let axis = axis(source, target, BILINEAR);
-            let largest = axis.taps.iter().flat_map(|taps| &taps.weights).max().unwrap();
+            let largest = axis
+                .taps
+                .iter()
+                .flat_map(|taps| &taps.weights)
+                .max()
+                .unwrap();
             assert!(*largest < 1 << 15, "{source} to {target}: {largest}");
             assert!(*largest >= 1 << 14 || axis.bits == MAX_NARROW_BITS);
         }

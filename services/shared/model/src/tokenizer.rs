@@ -41,7 +41,8 @@ impl Tokenizer {
         let mut json: Value = serde_json::from_slice(bytes)
             .map_err(|e| ModelError::Tokenizer(format!("not valid JSON: {e}")))?;
         let added = escape_added_tokens(&mut json)?;
-        let text = serde_json::to_string(&json).map_err(|e| ModelError::Tokenizer(e.to_string()))?;
+        let text =
+            serde_json::to_string(&json).map_err(|e| ModelError::Tokenizer(e.to_string()))?;
         // `FromStr` is the one constructor that is not generic: the others would compile the whole
         // deserialiser of that crate once more, here.
         let mut inner: tokenizers::Tokenizer = text
