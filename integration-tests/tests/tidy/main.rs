@@ -12,7 +12,7 @@ use std::{
 };
 
 /// Folders that hold nothing written by hand.
-const SKIPPED: [&str; 4] = ["target", ".git", "__pycache__", "golden"];
+const SKIPPED: [&str; 4] = ["target", ".git", "__pycache__", "fixtures"];
 
 /// Every file below `directory` that people write, relative to the workspace root.
 fn files(extensions: &[&str]) -> Vec<PathBuf> {
