@@ -2,13 +2,13 @@
 use std::collections::BTreeSet;
 
 use base::Code;
-use proto::v1::{CancelRequest, GenerateRequest, Role};
+use proto::v1::{CancelRequest, DrainRequest, GenerateRequest, Role, admin_service_client};
 use tonic_health::pb::{
     HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
 };
 use tonic_reflection::pb::{v1, v1alpha};
 
-use crate::harness::{Up, bounded, first_step, generate, is_alive, request};
+use crate::harness::{Up, bounded, first_step, generate, is_alive, refused, request};
 
 /// A request that outlasts everything a test does to it.
 fn long(prompt: &str) -> GenerateRequest {
@@ -181,6 +181,37 @@ async fn a_killed_worker_is_a_typed_error_and_the_end_of_up() {
         "{}",
         up.log()
     );
+}
+
+#[tokio::test]
+async fn a_drained_worker_finishes_its_request_and_leaves_without_ending_up() {
+    let mut up = Up::start("shm");
+    let mut admin = admin_service_client::AdminServiceClient::new(up.channel());
+    let worker = up.members().await;
+    let worker = worker.iter().find(|m| m.role() == Role::DitWorker).unwrap();
+    let member_id = worker.id.clone();
+    let request = GenerateRequest {
+        steps: Some(60),
+        ..request("drained")
+    };
+    let drain = async {
+        accepted(&up).await;
+        admin.drain(DrainRequest { member_id }).await.unwrap();
+    };
+    let both = Box::pin(async { tokio::join!(generate(&up, request), drain) });
+    let (answer, _) = bounded(both).await;
+    answer.unwrap();
+    let left = async {
+        while up.children().iter().any(|(role, _)| role == "dit-worker") {
+            tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        }
+    };
+    bounded(left).await;
+    let refused = refused(&up, long("nobody draws")).await;
+    assert_eq!(refused.code, Code::Unavailable, "{refused}");
+    up.terminate();
+    let status = up.wait();
+    assert!(status.success(), "{status}:\n{}", up.log());
 }
 
 #[tokio::test]

@@ -187,8 +187,18 @@ async fn dead(fleet: &mut [Child]) -> Option<OmniError> {
     None
 }
 
-async fn watch(fleet: &mut [Child]) -> OmniError {
+/// Ends with the first death. A role that ended well was drained by its operator: that is no death,
+/// unless it is the router, without which nothing else can be reached.
+async fn watch(fleet: &mut Vec<Child>) -> OmniError {
     loop {
+        fleet.retain_mut(|child| {
+            let left = child.role() != Role::Router
+                && child.exit_status().is_some_and(|status| status.success());
+            if left {
+                tracing::info!(role = child.role().name(), "has drained and left");
+            }
+            !left
+        });
         if let Some(died) = dead(fleet).await {
             return died;
         }
