@@ -33,9 +33,9 @@ impl RankContext {
     /// The context of `rank` under `plan`.
     ///
     /// # Errors
-    /// Those of [`Plan::validate`], and [`ParallelError::RankOutOfRange`].
+    /// Those of [`Plan::runnable`], and [`ParallelError::RankOutOfRange`].
     pub fn new(plan: &Plan, rank: usize, device: Device) -> Result<Self, ParallelError> {
-        let mesh = plan.validate()?;
+        let mesh = plan.runnable()?;
         mesh.coordinates(rank)?;
         Ok(Self { mesh, rank, device })
     }

@@ -1,15 +1,27 @@
-//! How one model is spread over ranks: the mesh, the plan and the context a rank runs in.
+//! How one model is spread over ranks: mesh and plan, who owns what, what ranks say to each other,
+//! and the context a rank runs in.
 //!
-//! This crate is pure: it knows no runtime, no transport and no kernel. Today one rank runs the
-//! whole model; every axis larger than one is refused by name, so that a plan is never half obeyed.
+//! Plans, ownership, sequence plans and expert placement are pure. The one backend here, `threads`,
+//! needs no runtime. Only the single-rank plan is runnable today ([`Plan::runnable`]): every larger
+//! one is refused by name, so that a plan is never half obeyed.
 #![forbid(unsafe_code)]
 
+mod axes;
+pub mod collective;
+#[cfg(any(test, feature = "conformance"))]
+pub mod conformance;
 mod context;
 mod error;
 mod mesh;
+mod ownership;
 mod plan;
+mod shape;
 
+pub use axes::{Axis, AxisSet};
+pub use collective::{Collective, MAX_IN_FLIGHT, Moved, Op, Pending, Traffic, wire};
 pub use context::{Device, RankContext};
 pub use error::ParallelError;
-pub use mesh::{Axis, MAX_AXIS, Mesh};
-pub use plan::Plan;
+pub use mesh::{Group, MAX_AXIS, MAX_RANKS, Mesh};
+pub use ownership::{HeadShard, TokenShards, even_range, gate_up_rows, near_even_range};
+pub use plan::{GUIDANCE_ROWS, Plan, Rule};
+pub use shape::{LayerShape, ModelShape};

@@ -1,57 +1,26 @@
 //! The mesh: how many ranks lie along each axis.
 
-use std::fmt;
-
-use serde::{Deserialize, Serialize};
-
-use crate::ParallelError;
+use crate::{Axis, AxisSet, ParallelError};
 
 /// Largest size accepted for one axis; a bound against nonsense configuration, not a goal.
 pub const MAX_AXIS: usize = 1024;
 
-/// One axis of the mesh, outermost first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Axis {
-    /// Pipeline stages: consecutive layers.
-    Pp,
-    /// The rows of classifier-free guidance.
-    Cfg,
-    /// Ring attention over the sequence.
-    Ring,
-    /// Sequence split by all-to-all over heads.
-    Ulysses,
-    /// Tensor parallelism over heads and features.
-    Tp,
-}
-
-impl Axis {
-    /// All axes, outermost first.
-    pub const ALL: [Self; 5] = [Self::Pp, Self::Cfg, Self::Ring, Self::Ulysses, Self::Tp];
-
-    /// The name used in configuration and messages.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Pp => "pp",
-            Self::Cfg => "cfg",
-            Self::Ring => "ring",
-            Self::Ulysses => "ulysses",
-            Self::Tp => "tp",
-        }
-    }
-}
-
-impl fmt::Display for Axis {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
+/// Most ranks of one mesh; as above.
+pub const MAX_RANKS: usize = 65_536;
 
 /// Sizes of the axes `pp x cfg x ring x ulysses x tp`; `tp` varies fastest with the rank number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Mesh {
     sizes: [usize; 5],
+}
+
+/// The ranks that differ from each other only along some axes, and one of them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Group {
+    /// Global rank numbers, ascending: outer axes vary slowest, as in the mesh.
+    pub ranks: Vec<usize>,
+    /// Place of the rank that asked in `ranks`.
+    pub index: usize,
 }
 
 impl Mesh {
@@ -64,7 +33,8 @@ impl Mesh {
     /// A mesh of the given sizes, in the order of [`Axis::ALL`].
     ///
     /// # Errors
-    /// [`ParallelError::InvalidAxis`] when a size is zero or above [`MAX_AXIS`].
+    /// [`ParallelError::InvalidAxis`] when a size is zero or above [`MAX_AXIS`],
+    /// [`ParallelError::TooManyRanks`] when their product is above [`MAX_RANKS`].
     pub fn new(sizes: [usize; 5]) -> Result<Self, ParallelError> {
         for (axis, got) in Axis::ALL.into_iter().zip(sizes) {
             if got == 0 || got > MAX_AXIS {
@@ -75,6 +45,13 @@ impl Mesh {
                 });
             }
         }
+        let got = sizes.iter().product();
+        if got > MAX_RANKS {
+            return Err(ParallelError::TooManyRanks {
+                max: MAX_RANKS,
+                got,
+            });
+        }
         Ok(Self { sizes })
     }
 
@@ -82,6 +59,12 @@ impl Mesh {
     #[must_use]
     pub fn size(&self, axis: Axis) -> usize {
         self.sizes[axis as usize]
+    }
+
+    /// Ranks of a group along a product of axes.
+    #[must_use]
+    pub fn size_of(&self, axes: AxisSet) -> usize {
+        axes.axes().map(|axis| self.size(axis)).product()
     }
 
     /// Ranks in the whole mesh.
@@ -109,6 +92,63 @@ impl Mesh {
         }
         Ok(at)
     }
+
+    /// The rank at `coordinates`, the inverse of [`Self::coordinates`].
+    ///
+    /// # Errors
+    /// [`ParallelError::CoordinateOutOfRange`] naming the first axis left.
+    pub fn rank_at(&self, coordinates: [usize; 5]) -> Result<usize, ParallelError> {
+        let mut rank = 0;
+        for (axis, got) in Axis::ALL.into_iter().zip(coordinates) {
+            let size = self.size(axis);
+            if got >= size {
+                return Err(ParallelError::CoordinateOutOfRange { axis, size, got });
+            }
+            rank = rank * size + got;
+        }
+        Ok(rank)
+    }
+
+    /// Place of `rank` within its group along `axes`: its coordinates there, outer axes slowest.
+    ///
+    /// # Errors
+    /// As [`Self::coordinates`].
+    pub fn index_in(&self, rank: usize, axes: AxisSet) -> Result<usize, ParallelError> {
+        let at = self.coordinates(rank)?;
+        Ok(axes
+            .axes()
+            .fold(0, |index, a| index * self.size(a) + at[a as usize]))
+    }
+
+    /// The ranks that share every coordinate of `rank` outside `axes`.
+    ///
+    /// # Errors
+    /// As [`Self::coordinates`].
+    pub fn group(&self, rank: usize, axes: AxisSet) -> Result<Group, ParallelError> {
+        let index = self.index_in(rank, axes)?;
+        let mut at = self.coordinates(rank)?;
+        let mut ranks = Vec::with_capacity(self.size_of(axes));
+        for member in 0..self.size_of(axes) {
+            let mut rest = member;
+            for axis in Axis::ALL.into_iter().rev().filter(|&a| axes.contains(a)) {
+                at[axis as usize] = rest % self.size(axis);
+                rest /= self.size(axis);
+            }
+            ranks.push(self.rank_at(at)?);
+        }
+        Ok(Group { ranks, index })
+    }
+
+    /// Every group along `axes`; together they hold each rank of the mesh once.
+    #[must_use]
+    pub fn groups(&self, axes: AxisSet) -> Vec<Vec<usize>> {
+        let first = |rank: &usize| self.index_in(*rank, axes) == Ok(0);
+        (0..self.ranks())
+            .filter(first)
+            .filter_map(|rank| self.group(rank, axes).ok())
+            .map(|group| group.ranks)
+            .collect()
+    }
 }
 
 #[cfg(test)]
@@ -126,9 +166,35 @@ mod tests {
                 for (axis, c) in Axis::ALL.into_iter().zip(at) {
                     prop_assert!(c < mesh.size(axis));
                 }
+                prop_assert_eq!(mesh.rank_at(at).unwrap(), rank);
                 prop_assert!(seen.insert(at));
             }
             prop_assert!(mesh.coordinates(mesh.ranks()).is_err());
+        }
+
+        #[test]
+        fn groups_along_any_product_partition_the_mesh(
+            sizes in prop::array::uniform5(1_usize..4), bits in 0_usize..32,
+        ) {
+            let mesh = Mesh::new(sizes).unwrap();
+            let axes = AxisSet::ALL.subsets().nth(bits).unwrap();
+            let groups = mesh.groups(axes);
+            let mut all: Vec<_> = groups.concat();
+            all.sort_unstable();
+            prop_assert_eq!(all, (0..mesh.ranks()).collect::<Vec<_>>());
+            for ranks in groups {
+                prop_assert_eq!(ranks.len(), mesh.size_of(axes));
+                prop_assert!(ranks.is_sorted());
+                let first = mesh.coordinates(ranks[0]).unwrap();
+                for (index, &rank) in ranks.iter().enumerate() {
+                    let expected = Group { ranks: ranks.clone(), index };
+                    prop_assert_eq!(mesh.group(rank, axes).unwrap(), expected);
+                    let at = mesh.coordinates(rank).unwrap();
+                    for axis in Axis::ALL.into_iter().filter(|&a| !axes.contains(a)) {
+                        prop_assert_eq!(at[axis as usize], first[axis as usize]);
+                    }
+                }
+            }
         }
     }
 
@@ -136,6 +202,10 @@ mod tests {
     fn tp_varies_fastest() {
         let mesh = Mesh::new([1, 2, 1, 1, 4]).unwrap();
         assert_eq!(mesh.coordinates(5).unwrap(), [0, 1, 0, 0, 1]);
+        let group = |axis: Axis| mesh.group(5, axis.into()).unwrap();
+        assert_eq!(group(Axis::Tp).ranks, [4, 5, 6, 7]);
+        assert_eq!(group(Axis::Cfg).ranks, [1, 5]);
+        assert_eq!(group(Axis::Cfg).index, 1);
     }
 
     #[test]
@@ -146,5 +216,17 @@ mod tests {
             "plan axis ring must be between 1 and 1024, got 0"
         );
         assert!(Mesh::new([1, 1, 1, 1, 4096]).is_err());
+        let e = Mesh::new([1024, 1, 1, 1024, 1]).unwrap_err();
+        assert_eq!(e.to_string(), "a plan has at most 65536 ranks, got 1048576");
+    }
+
+    #[test]
+    fn a_coordinate_outside_the_mesh_names_its_axis() {
+        let mesh = Mesh::new([1, 2, 1, 1, 4]).unwrap();
+        let e = mesh.rank_at([0, 2, 0, 0, 0]).unwrap_err();
+        assert_eq!(
+            e.to_string(),
+            "coordinate cfg = 2 is outside an axis of 2 ranks"
+        );
     }
 }
