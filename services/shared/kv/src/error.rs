@@ -42,6 +42,16 @@ pub enum KvError {
         /// What the manifest names.
         got: PrefixIdentity,
     },
+    /// A receiver needs an element that no producer holds.
+    #[error("no shard holds layer {layer}, head {head}, token {token}")]
+    Uncovered {
+        /// Layer of the first such element.
+        layer: usize,
+        /// Its head.
+        head: usize,
+        /// Its token.
+        token: usize,
+    },
     /// Bytes of a chunk changed on the way.
     #[error("chunk {index} has CRC32C {got:08x}, its manifest says {expected:08x}")]
     Chunk {
@@ -62,6 +72,7 @@ impl KvError {
             Self::OutOfRange { field, .. } | Self::Inconsistent { field, .. } => field,
             Self::Geometry { .. } => "geometry",
             Self::Identity { .. } => "identity",
+            Self::Uncovered { .. } => "src",
             Self::Chunk { .. } => "chunk_crc32c",
         }
     }

@@ -8,9 +8,11 @@ mod geometry;
 mod identity;
 pub mod limits;
 mod manifest;
+mod reshard;
 
 pub use checksum::{chunk_count, chunk_crc32c, chunk_range};
 pub use error::KvError;
 pub use geometry::{KvDType, KvGeometry, KvHalf};
 pub use identity::{IdentityBuilder, PrefixIdentity};
 pub use manifest::Manifest;
+pub use reshard::{KvCopy, KvShard, MAX_SHARDS, MAX_TOKEN_RANGES, Reshard};
