@@ -11,11 +11,13 @@ pub mod collective;
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
 mod context;
+pub mod eplb;
 mod error;
 mod mesh;
 mod ownership;
 mod plan;
 mod shape;
+pub mod sp_plan;
 
 pub use axes::{Axis, AxisSet};
 pub use collective::{Collective, MAX_IN_FLIGHT, Moved, Op, Pending, Traffic, wire};
