@@ -6,4 +6,5 @@ mod commands;
 mod harness;
 mod images;
 mod lifecycle;
+mod pool;
 mod reference;

@@ -2,6 +2,7 @@
 //! latent or a pixel.
 #![forbid(unsafe_code)]
 
+mod answers;
 mod service;
 mod work;
 

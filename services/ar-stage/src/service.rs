@@ -5,24 +5,27 @@ use std::{
 };
 
 use base::{Failure, Fault as _, MemberId, limits::EVENT_QUEUE};
-use kv_transfer::KvClient;
+use kv_transfer::{KvClient, Lease};
 use model::{LoadOptions, Model, Parts};
 use proto::{
     names,
     v1::{
         self, PrefillRequest, PrefillResponse,
         ar_stage_service_server::{ArStageService, ArStageServiceServer},
-        prefill_response::Event,
     },
 };
 use registry::{Load, Role};
 use stage::{Engine, Gate, Stage, StageError, info};
 use telemetry::Metrics;
 use tokio::sync::mpsc;
-use tokio_stream::{Stream, wrappers::ReceiverStream};
+use tokio_stream::Stream;
 use tonic::{Request, Response, Status, service::RoutesBuilder};
 
-use crate::{ArStageConfig, work};
+use crate::{
+    ArStageConfig,
+    answers::{Answer, Answers},
+    work,
+};
 
 /// The stage and its one model.
 #[derive(Debug)]
@@ -54,7 +57,7 @@ impl ArStage {
     }
 
     /// One request from its tokens to its handles.
-    async fn prefill(&self, request: PrefillRequest) -> Result<v1::PrefillDone, StageError> {
+    async fn prefill(&self, request: PrefillRequest) -> Result<Answer<Lease>, StageError> {
         let model = self.model.get().ok_or(StageError::NotReady {
             why: "the model is still loading",
         })?;
@@ -169,23 +172,20 @@ impl ArStageService for Mounted {
         let stop = stage.gate.tasks().token().clone();
         stage.gate.tasks().spawn(async move {
             let request_id = request.request_id.clone();
-            let done = tokio::select! {
-                done = task.prefill(request) => done,
+            let answer = tokio::select! {
+                answer = task.prefill(request) => answer,
                 // The router has gone away: stop at the next phase and free what was taken.
                 () = events.closed() => Err(StageError::Cancelled),
                 () = stop.cancelled() => Err(StageError::Draining),
             };
-            let answer = done.map(|done| PrefillResponse {
-                event: Some(Event::Done(done)),
-            });
             if let Err(error) = &answer {
                 log(&request_id, error);
             }
             let answer = answer.map_err(|error| proto::status::status(&error));
-            // Nobody listens any more: nothing to tell.
+            // Nobody listens any more: nothing to tell, and the leases are released.
             let _ = events.send(answer).await;
         });
-        Ok(Response::new(Box::pin(ReceiverStream::new(stream))))
+        Ok(Response::new(Box::pin(Answers::new(stream))))
     }
 }
 

@@ -3,11 +3,16 @@ use std::time::Duration;
 
 use base::clock;
 use kv::PrefixIdentity;
-use kv_transfer::{KvClient, PublishRequest, Published};
+use kv_transfer::{KvClient, Lease, PublishRequest, Published};
 use model::{Model, ModelInfo, PrefixKv, RowKind, RowTokens, T2iRequest, Template};
 use parallel::RankContext;
-use proto::v1::{self, PrefillRequest, PrefixRow, prefix_row::Kind};
+use proto::v1::{
+    PrefillDone, PrefillRequest, PrefillResponse, PrefixRow, prefill_response::Event,
+    prefix_row::Kind,
+};
 use stage::StageError;
+
+use crate::answers::Answer;
 
 /// What the model warms up with.
 const WARM_UP_PROMPT: &str = "warm up";
@@ -92,13 +97,14 @@ pub(crate) fn prefill(model: &Model, order: &Order) -> Result<Prefilled, StageEr
     })
 }
 
-/// Moves the rows into the pool of the node. Either all of them stay there or none.
+/// Moves the rows into the pool of the node. Either all of them stay there or none: whoever drops the
+/// answer releases them.
 pub(crate) async fn publish(
     client: &KvClient,
     endpoint: &str,
     request_id: &str,
     prefilled: Prefilled,
-) -> Result<v1::PrefillDone, StageError> {
+) -> Result<Answer<Lease>, StageError> {
     let start = clock::now();
     let mut published: Vec<(Kind, Published)> = Vec::new();
     for (kind, identity, prefix) in prefilled.rows {
@@ -113,22 +119,26 @@ pub(crate) async fn publish(
         let row = client.publish(endpoint, request).await;
         published.push((kind, row.map_err(|error| StageError::of(&error))?));
     }
+    let mut leases = Vec::new();
     let rows = published
         .into_iter()
         .map(|(kind, row)| {
-            // From here on the consumer's lease keeps the slot; ours only bounds how long it may take.
-            row.lease.leave_to_expire();
+            leases.push(row.lease);
             PrefixRow {
                 kind: kind.into(),
                 prefix: Some(row.handle),
             }
         })
         .collect();
-    Ok(v1::PrefillDone {
+    let done = PrefillDone {
         rows,
         prefill_ms: prefilled.elapsed.as_secs_f64() * 1e3,
         publish_ms: clock::millis_since(start),
-    })
+    };
+    let response = PrefillResponse {
+        event: Some(Event::Done(done)),
+    };
+    Ok(Answer { response, leases })
 }
 
 /// One small forward, so that the first request meets warm weights and threads.
@@ -146,4 +156,111 @@ pub(crate) fn warm_up(model: &Model) -> Result<(), StageError> {
         negative_row: false,
     };
     prefill(model, &order).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use base::{Code, Fault as _, Shutdown, task};
+    use kv::{KvDType, KvGeometry};
+    use kv_transfer::engine::{EngineConfig, Transport};
+    use kv_transfer::{ClientConfig, Host, ServiceConfig, service};
+    use proto::v1::{
+        ListSlotsRequest, kv_transfer_service_client::KvTransferServiceClient as Pool,
+    };
+    use telemetry::Metrics;
+
+    use super::*;
+
+    const POOL_BYTES: u64 = 1 << 20;
+    /// Longest wait for a release in the background; far below the time to live of a lease.
+    const SOON: Duration = Duration::from_secs(10);
+
+    /// A node service in this process; ends with its task.
+    async fn node() -> (String, task::Owned<()>) {
+        let engine = EngineConfig::only(Transport::Shm);
+        let config = ServiceConfig::new(engine, POOL_BYTES);
+        let listener = proto::server::bind("127.0.0.1:0", "listen").await.unwrap();
+        let endpoint = format!("http://{}", listener.local_addr().unwrap());
+        let host = Host {
+            listener,
+            admin_listener: None,
+            advertise: endpoint.clone(),
+            pool: "default".into(),
+            registry: None,
+            metrics: Metrics::default(),
+        };
+        let served = task::spawn(async move {
+            service::run(config, host, Shutdown::new()).await.unwrap();
+        });
+        (endpoint, served)
+    }
+
+    /// Two rows of so many bytes.
+    fn prefilled(bytes: [u64; 2]) -> Prefilled {
+        let geometry = KvGeometry {
+            layers: 1,
+            kv_heads: 1,
+            head_dim: 64,
+            dtype: KvDType::F32,
+        };
+        let row = |kind, bytes: u64| {
+            let tokens = usize::try_from(bytes).unwrap() / geometry.bytes_per_token();
+            let values = geometry.prefix_bytes(tokens) / 4;
+            let prefix = PrefixKv::new(geometry, tokens, vec![0.5; values]).unwrap();
+            (kind, PrefixIdentity([1; 32]), prefix)
+        };
+        Prefilled {
+            rows: vec![row(Kind::Cond, bytes[0]), row(Kind::Uncond, bytes[1])],
+            elapsed: Duration::ZERO,
+        }
+    }
+
+    async fn used(endpoint: &str) -> u64 {
+        let channel = proto::channel::lazy(endpoint).unwrap();
+        let list = Pool::new(channel).list(ListSlotsRequest {}).await.unwrap();
+        list.into_inner().used_bytes
+    }
+
+    async fn emptied(endpoint: &str) {
+        let empty = async {
+            while used(endpoint).await > 0 {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        tokio::time::timeout(SOON, empty)
+            .await
+            .expect("rows are left in the pool");
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_row_is_released_when_the_other_one_finds_no_room() {
+        let (endpoint, _node) = node().await;
+        let client = KvClient::new(ClientConfig::only(Transport::Shm)).unwrap();
+        let rows = prefilled([POOL_BYTES * 3 / 4, POOL_BYTES / 2]);
+        let refused = publish(&client, &endpoint, "one", rows).await.unwrap_err();
+        assert_eq!(refused.code(), Code::ResourceExhausted);
+        emptied(&endpoint).await;
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn published_rows_name_their_leases_and_go_with_an_answer_that_nobody_reads() {
+        let (endpoint, _node) = node().await;
+        let client = KvClient::new(ClientConfig::only(Transport::Shm)).unwrap();
+        let rows = prefilled([POOL_BYTES / 4; 2]);
+        let answer = publish(&client, &endpoint, "one", rows).await.unwrap();
+        let Some(Event::Done(done)) = &answer.response.event else {
+            panic!("{:?}", answer.response);
+        };
+        let leases = done
+            .rows
+            .iter()
+            .map(|row| row.prefix.as_ref().unwrap().lease);
+        assert!(leases.into_iter().all(|lease| lease > 0));
+        assert_eq!(
+            (answer.leases.len(), used(&endpoint).await),
+            (2, POOL_BYTES / 2)
+        );
+        drop(answer);
+        emptied(&endpoint).await;
+    }
 }

@@ -17,7 +17,7 @@ use tonic::{Request, Status};
 
 use crate::{
     RouterError, front::Context, gate::Seat, jobs::JobHandle, members::Assignment,
-    placement::role_name, validate::ValidRequest,
+    placement::role_name, prefix::Held, validate::ValidRequest,
 };
 
 /// Members that one phase of a request may be sent to.
@@ -67,7 +67,8 @@ impl Tries {
     fn again(&mut self, lost: Lost, assignment: &Assignment) -> Result<(), RouterError> {
         self.attempts += 1;
         let code = lost.error.code();
-        if lost.begun || self.attempts >= MAX_ATTEMPTS || !code.is_retryable() {
+        let pointless = matches!(lost.error, RouterError::PrefixLost(_));
+        if lost.begun || pointless || self.attempts >= MAX_ATTEMPTS || !code.is_retryable() {
             return Err(lost.error);
         }
         // An epoch that was too old says nothing against the member.
@@ -102,11 +103,12 @@ impl Walk {
         }
         timings.queue_ms = seat.started().await;
         job.set_state(State::Prefill);
-        let prefilled = self.prefill().await?;
+        // From here to the end of the walk, however it ends, the prefixes are kept.
+        let (prefilled, held) = self.prefill().await?;
         timings.prefill_ms = prefilled.prefill_ms;
         timings.transfer_ms = prefilled.publish_ms;
         job.set_state(State::Denoise);
-        let ended = self.denoise(&prefilled.rows, job).await?;
+        let ended = self.denoise(&prefilled.rows, &held, job).await?;
         timings.transfer_ms += ended.started.transfer_ms;
         timings.transfer_bytes = ended.started.transfer_bytes;
         timings.transport = ended.started.transport;
@@ -118,7 +120,7 @@ impl Walk {
         })))
     }
 
-    async fn prefill(&self) -> Result<PrefillDone, RouterError> {
+    async fn prefill(&self) -> Result<(PrefillDone, Held), RouterError> {
         let mut tries = Tries::new(Role::ArStage);
         loop {
             let assignment = self.assign(&mut tries).await?;
@@ -129,7 +131,7 @@ impl Walk {
         }
     }
 
-    async fn prefill_once(&self, assignment: &Assignment) -> Result<PrefillDone, Lost> {
+    async fn prefill_once(&self, assignment: &Assignment) -> Result<(PrefillDone, Held), Lost> {
         let mut begun = false;
         let lost = |status: &Status, begun| Lost {
             error: stage_error(Role::ArStage, assignment, status),
@@ -154,10 +156,17 @@ impl Walk {
                         .await
                         .map_err(|error| Lost { error, begun })?;
                 }
-                Some(Prefilled::Done(done)) => {
-                    self.check_rows(&done.rows)
-                        .map_err(|error| Lost { error, begun })?;
-                    return Ok(done);
+                Some(Prefilled::Done(mut done)) => {
+                    let held = self.take_rows(&mut done.rows);
+                    let held = held.map_err(|error| Lost { error, begun })?;
+                    // The stage lets go of the leases when the stream has ended well.
+                    while stream
+                        .message()
+                        .await
+                        .map_err(|status| lost(&status, begun))?
+                        .is_some()
+                    {}
+                    return Ok((done, held));
                 }
                 // A newer stage may say more than this router understands.
                 None => {}
@@ -169,11 +178,16 @@ impl Walk {
         })
     }
 
-    async fn denoise(&self, rows: &[PrefixRow], job: &JobHandle) -> Result<Ended, RouterError> {
+    async fn denoise(
+        &self,
+        rows: &[PrefixRow],
+        held: &Held,
+        job: &JobHandle,
+    ) -> Result<Ended, RouterError> {
         let mut tries = Tries::new(Role::DitWorker);
         loop {
             let assignment = self.assign(&mut tries).await?;
-            match self.denoise_once(&assignment, rows, job).await {
+            match self.denoise_once(&assignment, rows, held, job).await {
                 Ok(ended) => return Ok(ended),
                 Err(lost) => tries.again(lost, &assignment)?,
             }
@@ -184,6 +198,7 @@ impl Walk {
         &self,
         assignment: &Assignment,
         rows: &[PrefixRow],
+        held: &Held,
         job: &JobHandle,
     ) -> Result<Ended, Lost> {
         let mut progress = Progress::default();
@@ -199,10 +214,15 @@ impl Walk {
             .map_err(|status| lost(&status, false))?
             .into_inner();
         loop {
-            let message = stream
-                .message()
-                .await
-                .map_err(|status| lost(&status, progress.begun))?;
+            let message = tokio::select! {
+                message = stream.message() => {
+                    message.map_err(|status| lost(&status, progress.begun))?
+                }
+                // Once fetched, the worker needs the pool no more.
+                error = held.lost(), if !progress.fetched => {
+                    return Err(Lost { error, begun: progress.begun });
+                }
+            };
             let Some(message) = message else {
                 let error = protocol(Role::DitWorker, "ended without a result");
                 return Err(Lost {
@@ -246,7 +266,10 @@ impl Walk {
                 }))
                 .await?;
             }
-            Denoised::Started(started) => progress.started = started,
+            Denoised::Started(started) => {
+                progress.started = started;
+                progress.fetched = true;
+            }
             Denoised::Step(step) => {
                 progress.begun = true;
                 if step.step != progress.step + 1 || step.step > self.request.steps {
@@ -352,6 +375,16 @@ impl Walk {
         }
     }
 
+    /// Takes the leases over, those of rows that turn out wrong as well, so that they are released.
+    fn take_rows(&self, rows: &mut [PrefixRow]) -> Result<Held, RouterError> {
+        let context = &self.context;
+        let id = &self.request.request_id.to_string();
+        let held = context.prefixes.hold(id, rows, &context.members);
+        let held = held.map_err(|reason| protocol(Role::ArStage, reason))?;
+        self.check_rows(rows)?;
+        Ok(held)
+    }
+
     /// The stage must have built exactly the rows that were asked for, in order.
     fn check_rows(&self, rows: &[PrefixRow]) -> Result<(), RouterError> {
         let wanted: &[Kind] = if self.request.rows > 1 {
@@ -390,6 +423,8 @@ impl Walk {
 #[derive(Debug, Default)]
 struct Progress {
     started: DenoiseStarted,
+    /// The worker has its prefixes.
+    fetched: bool,
     step: u32,
     image: bool,
     begun: bool,

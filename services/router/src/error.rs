@@ -49,6 +49,9 @@ pub enum RouterError {
     /// A stage refused or failed; its own words.
     #[error("{0}")]
     Stage(Failure),
+    /// A prefix may be gone from the pool before a worker had fetched it.
+    #[error("a prefix of this request was lost before it was fetched: {0}")]
+    PrefixLost(Failure),
     /// A stage broke the protocol between us.
     #[error("{stage} {reason}")]
     Protocol {
@@ -67,7 +70,7 @@ impl Fault for RouterError {
         match self {
             Self::Invalid { .. } => Code::InvalidArgument,
             Self::NoModel(_) | Self::NoRequest(_) => Code::NotFound,
-            Self::NoStage { .. } | Self::ShuttingDown => Code::Unavailable,
+            Self::NoStage { .. } | Self::ShuttingDown | Self::PrefixLost(_) => Code::Unavailable,
             Self::Full { .. } => Code::ResourceExhausted,
             Self::Duplicate(_) => Code::AlreadyExists,
             Self::Cancelled => Code::Cancelled,

@@ -15,12 +15,14 @@ mod gate;
 mod jobs;
 mod members;
 pub mod placement;
+mod prefix;
 mod server;
 pub mod sizes;
 pub mod validate;
 
 pub use crate::{
     error::RouterError,
+    prefix::PREFIX_TTL,
     server::{Bound, RouterConfig, run},
 };
 

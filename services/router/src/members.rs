@@ -131,6 +131,11 @@ impl Members {
         })
     }
 
+    /// A channel to a service that a stage has named.
+    pub(crate) fn reach(&self, endpoint: &str) -> Result<Channel, RouterError> {
+        self.channel(endpoint, &self.snapshots.current())
+    }
+
     fn channel(
         &self,
         endpoint: &str,

@@ -25,6 +25,7 @@ use crate::{
     jobs::Jobs,
     members::Members,
     placement,
+    prefix::{Keeper, PREFIX_TTL},
 };
 
 /// How long connections may take to close once the last request is answered.
@@ -49,6 +50,8 @@ pub struct RouterConfig {
     pub registry: Backend,
     /// Bounds of admission.
     pub limits: Limits,
+    /// Time to live of the prefixes that a request holds; they are renewed at a third of it.
+    pub prefix_ttl: Duration,
     /// How long running requests may take after a stop was asked for.
     pub grace: Duration,
     /// Lease of the router's own record.
@@ -65,6 +68,7 @@ impl Default for RouterConfig {
             admin_listen: None,
             registry: Backend::Embedded,
             limits: Limits::default(),
+            prefix_ttl: PREFIX_TTL,
             grace: SHUTDOWN_GRACE,
             join: JoinOptions::default(),
             build: BuildInfo::default(),
@@ -195,13 +199,15 @@ impl Bound {
     }
 
     fn context(&self, snapshots: Snapshots) -> Arc<Context> {
+        let tasks = Tracker::new();
         Arc::new(Context {
+            prefixes: Keeper::new(self.config.prefix_ttl, tasks.clone()),
             members: Members::new(snapshots),
             gate: Gate::new(self.config.limits, self.metrics.clone()),
             jobs: Jobs::default(),
             metrics: self.metrics.clone(),
             chance: Source::from_os(),
-            tasks: Tracker::new(),
+            tasks,
             closing: CancellationToken::new(),
             kill: CancellationToken::new(),
         })

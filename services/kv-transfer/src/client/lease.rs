@@ -26,8 +26,9 @@ pub(super) struct Terms {
 }
 
 impl Lease {
-    /// Leaves the lease to its time to live: nobody renews or releases it from here.
-    pub fn leave_to_expire(mut self) {
+    /// Passes the lease on: from here on whoever holds its number renews and releases it, and if
+    /// nobody does, it ends by its time to live.
+    pub fn hand_over(mut self) {
         self.terms = None;
     }
 

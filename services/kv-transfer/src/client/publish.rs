@@ -27,12 +27,12 @@ pub struct PublishRequest {
 /// A published prefix.
 #[derive(Debug)]
 pub struct Published {
-    /// What consumers need.
+    /// What consumers need, with the number of the producer's lease.
     pub handle: PrefixHandle,
     /// UCX transports that the payload took.
     pub transport: String,
-    /// The producer's lease. The slot lives as long as any lease on it; to hand the prefix on
-    /// without staying responsible for it, call [`Lease::leave_to_expire`].
+    /// The producer's lease. The slot lives as long as any lease on it; to pass the prefix
+    /// on without staying responsible for it, call [`Lease::hand_over`].
     pub lease: Lease,
 }
 

@@ -92,6 +92,7 @@ impl Service {
             slot: key.slot,
             tokens: u32::try_from(manifest.tokens).unwrap_or(u32::MAX),
             bytes: manifest.bytes,
+            lease: key.lease,
         };
         // The lease may have run out meanwhile; then the slot is gone and this says so.
         node.table().seal(node.now(), key, manifest)?;

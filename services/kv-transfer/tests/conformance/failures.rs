@@ -93,7 +93,7 @@ async fn leases_that_nobody_renews_are_reclaimed() {
         .await
         .unwrap();
     let handle = published.handle.clone();
-    published.lease.leave_to_expire();
+    published.lease.hand_over();
     node.wait_until_empty().await;
     let error = fetch(&client, &handle, &geometry(1)).await.unwrap_err();
     assert_eq!(error.code(), Code::NotFound);
@@ -274,4 +274,36 @@ async fn a_dropped_transfer_stops_writing_long_before_its_deadline() {
         bytes.iter().all(|&byte| byte == 0),
         "the end was written after all"
     );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lease_that_was_passed_on_is_its_new_holders_to_renew_and_release() {
+    let transport = Transport::Shm;
+    let node = Node::start(transport, MIB);
+    let ttl = Duration::from_secs(2);
+    let client = hasty_client(transport, ttl);
+    let published = client
+        .publish(&node.endpoint, prefix(1, 1000))
+        .await
+        .unwrap();
+    let handle = published.handle.clone();
+    published.lease.hand_over();
+    let mut stub = node.stub();
+    let renew = v1::RenewRequest {
+        slot: handle.slot,
+        generation: handle.generation,
+        lease: handle.lease,
+        ttl_ms: 60_000,
+    };
+    stub.renew(renew).await.unwrap();
+    // Its first time to live is over.
+    tokio::time::sleep(2 * ttl).await;
+    fetch(&client, &handle, &geometry(1)).await.unwrap();
+    let release = v1::ReleaseRequest {
+        slot: handle.slot,
+        generation: handle.generation,
+        lease: handle.lease,
+    };
+    stub.release(release).await.unwrap();
+    node.wait_until_empty().await;
 }

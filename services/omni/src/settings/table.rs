@@ -151,8 +151,8 @@ const AR_STAGE: [Setting; 8] = [
     setting(
         "prefix_ttl_s",
         "SECONDS",
-        Value("120"),
-        "How long a published prefix waits for a worker to fetch it",
+        Value("30"),
+        "Bound of publishing a prefix, and how long it then waits for its router to take it over",
     ),
 ];
 

@@ -21,6 +21,7 @@ use crate::{
     gate::{Gate, Seat},
     jobs::{JobHandle, Jobs},
     members::Members,
+    prefix::Keeper,
     validate,
 };
 
@@ -33,6 +34,7 @@ pub(crate) struct Context {
     pub(crate) metrics: Metrics,
     pub(crate) chance: Source,
     pub(crate) tasks: Tracker,
+    pub(crate) prefixes: Keeper,
     /// No new request from here on.
     pub(crate) closing: CancellationToken,
     /// Running requests end now.

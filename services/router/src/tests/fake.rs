@@ -28,7 +28,7 @@ use tokio::{
 use tokio_stream::{Stream, wrappers::ReceiverStream};
 use tonic::{Request, Response, Status};
 
-use super::Cluster;
+use super::{Cluster, pool::Pool};
 
 /// What a stage does with one call.
 #[derive(Debug, Clone)]
@@ -41,6 +41,8 @@ pub(crate) enum Act {
     Hang,
     /// Ends its stream without a result.
     Silence,
+    /// Builds the other row as well, asked or not.
+    Twice,
 }
 
 /// What the test holds of a stage.
@@ -54,6 +56,12 @@ pub(crate) struct Script {
     pub(crate) calls: Arc<watch::Sender<usize>>,
     /// Calls whose stream the other side dropped.
     pub(crate) dropped: Arc<watch::Sender<usize>>,
+    /// The prefixes wait for a step's permit as well.
+    pub(crate) waits: bool,
+    /// Prefixes of the last denoise request.
+    pub(crate) handles: Arc<Mutex<Vec<PrefixHandle>>>,
+    /// Where it publishes; set when it joins.
+    pool: Option<Pool>,
     /// The last prefill request.
     pub(crate) seen: Arc<Mutex<Option<PrefillRequest>>>,
 }
@@ -65,6 +73,9 @@ impl Script {
             steps: Arc::new(Semaphore::new(1_000_000)),
             calls: Arc::new(watch::channel(0).0),
             dropped: Arc::new(watch::channel(0).0),
+            waits: false,
+            handles: Arc::default(),
+            pool: None,
             seen: Arc::default(),
         }
     }
@@ -74,6 +85,14 @@ impl Script {
         Self {
             steps: Arc::new(Semaphore::new(steps)),
             ..Self::new([])
+        }
+    }
+
+    /// Queues until a permit comes.
+    pub(crate) fn waiting() -> Self {
+        Self {
+            waits: true,
+            ..Self::paced(0)
         }
     }
 
@@ -163,7 +182,8 @@ pub(crate) async fn join_model(
         .enable_all()
         .build()
         .unwrap();
-    let (registry, script) = (cluster.registry_address(), script.clone());
+    let (registry, mut script) = (cluster.registry_address(), script.clone());
+    script.pool = Some(cluster.pool.clone());
     let id = id.to_owned();
     let joined = runtime.spawn(async move {
         let listener = proto::server::bind("127.0.0.1:0", "listen").await.unwrap();
@@ -228,7 +248,8 @@ impl ArStageService for Script {
         let request = request.into_inner();
         *self.seen.lock().unwrap() = Some(request.clone());
         let (tx, rx) = mpsc::channel(4);
-        match self.act() {
+        let act = self.act();
+        match act {
             Act::Refuse(failure) => return Err(proto::status::status(&failure)),
             Act::Silence => return Ok(answer(rx)),
             Act::Hang => {
@@ -239,17 +260,16 @@ impl ArStageService for Script {
                 });
                 return Ok(answer(rx));
             }
-            Act::Work => {}
+            Act::Work | Act::Twice => {}
         }
+        let pool = self.pool.as_ref().unwrap();
         let row = |kind: Kind| PrefixRow {
             kind: kind.into(),
-            prefix: Some(PrefixHandle {
-                tokens: 9,
-                ..PrefixHandle::default()
-            }),
+            prefix: Some(pool.publish()),
         };
         let mut rows = vec![row(Kind::Cond)];
-        rows.extend(request.negative_row.then(|| row(Kind::Uncond)));
+        let both = request.negative_row || matches!(act, Act::Twice);
+        rows.extend(both.then(|| row(Kind::Uncond)));
         let done = PrefillDone {
             rows,
             prefill_ms: 1.0,
@@ -270,12 +290,14 @@ impl DitWorkerService for Script {
         request: Request<DenoiseRequest>,
     ) -> Result<Response<Self::DenoiseStream>, Status> {
         let request = request.into_inner();
+        let handles = request.rows.iter().filter_map(|row| row.prefix.clone());
+        *self.handles.lock().unwrap() = handles.collect();
         let (tx, rx) = mpsc::channel(1);
         let act = self.act();
         match act {
             Act::Refuse(failure) => return Err(proto::status::status(&failure)),
             Act::Silence => return Ok(answer(rx)),
-            Act::Hang | Act::Work => {}
+            Act::Hang | Act::Work | Act::Twice => {}
         }
         let script = self.clone();
         Tracker::new().spawn(async move {
@@ -304,6 +326,9 @@ impl Script {
             let _ = tx.send(Ok(DenoiseResponse { event: Some(event) })).await;
         };
         send(Denoised::Queued(DenoiseQueued { ahead: 1 })).await;
+        if self.waits {
+            self.steps.acquire().await.unwrap().forget();
+        }
         send(Denoised::Started(DenoiseStarted {
             transfer_ms: 3.0,
             transfer_bytes: 4_096,

@@ -1,6 +1,8 @@
 //! A whole router over loopback, with stages that play a script.
 mod ends;
 mod fake;
+mod leases;
+mod pool;
 mod refusals;
 mod walk;
 
@@ -29,19 +31,24 @@ pub(crate) struct Cluster {
     pub(crate) shutdown: Shutdown,
     pub(crate) server: task::Owned<Result<(), RouterError>>,
     pub(crate) registry: std::sync::Arc<dyn Registry>,
+    /// Where the stages of this cluster publish.
+    pub(crate) pool: pool::Pool,
 }
 
 impl Cluster {
     pub(crate) async fn start() -> Self {
-        Self::with(Limits::default()).await
+        Self::configured(|_| ()).await
     }
 
     pub(crate) async fn with(limits: Limits) -> Self {
-        let config = RouterConfig {
+        Self::configured(|config| config.limits = limits).await
+    }
+
+    pub(crate) async fn configured(change: impl FnOnce(&mut RouterConfig)) -> Self {
+        let mut config = RouterConfig {
             listen: "127.0.0.1:0".into(),
             admin_listen: Some("127.0.0.1:0".into()),
             registry: Backend::Embedded,
-            limits,
             join: JoinOptions {
                 deadline: SOON,
                 ..JoinOptions::default()
@@ -49,6 +56,7 @@ impl Cluster {
             grace: SOON,
             ..RouterConfig::default()
         };
+        change(&mut config);
         let bound = Bound::bind(config).await.unwrap();
         let address = format!("http://{}", bound.address());
         let admin = bound.admin_address().unwrap();
@@ -65,6 +73,7 @@ impl Cluster {
             shutdown,
             server,
             registry,
+            pool: pool::Pool::start().await,
         }
     }
 
