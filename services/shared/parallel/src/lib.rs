@@ -18,6 +18,7 @@ mod ownership;
 mod plan;
 mod shape;
 pub mod sp_plan;
+mod ulysses;
 
 pub use axes::{Axis, AxisSet};
 pub use collective::{Collective, MAX_IN_FLIGHT, Moved, Op, Pending, Traffic, wire};
@@ -27,3 +28,4 @@ pub use mesh::{Group, MAX_AXIS, MAX_RANKS, Mesh};
 pub use ownership::{HeadShard, TokenShards, even_range, gate_up_rows, near_even_range};
 pub use plan::{GUIDANCE_ROWS, Plan, Rule};
 pub use shape::{LayerShape, ModelShape};
+pub use ulysses::HeadExchange;

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Axis, AxisSet, Mesh, ModelShape, ParallelError};
+use crate::{Axis, AxisSet, MAX_AXIS, Mesh, ModelShape, ParallelError};
 
 /// Rows of classifier-free guidance: conditional and unconditional.
 pub const GUIDANCE_ROWS: usize = 2;
@@ -198,6 +198,46 @@ impl Plan {
         let two_rows = cfg == 1 || !shape.cfg_distilled;
         demand(two_rows, axis, Rule::GuidanceDistilled, (cfg, 1))?;
         Ok(mesh)
+    }
+
+    /// Every plan that runs `shape` on exactly `ranks` ranks; axes of one rank are in no `ep`.
+    ///
+    /// # Errors
+    /// [`ParallelError::OutOfRange`] when there are no ranks or more than [`MAX_AXIS`].
+    pub fn legal(shape: &ModelShape, ranks: usize) -> Result<Vec<Self>, ParallelError> {
+        crate::error::in_range("ranks", ranks, 1, MAX_AXIS)?;
+        let mut open = vec![Self::default()];
+        for axis in Axis::ALL {
+            let grown = |plan: Self| {
+                let left = ranks / plan.sizes().iter().product::<usize>();
+                let sizes = (1..=left).filter(move |n| left.is_multiple_of(*n));
+                sizes.map(move |n| plan.with_size(axis, n))
+            };
+            open = open.into_iter().flat_map(grown).collect();
+        }
+        open.retain(|plan| plan.sizes().iter().product::<usize>() == ranks);
+        let mut legal = Vec::new();
+        for plan in open {
+            let mesh = plan.mesh()?;
+            let used = |set: &AxisSet| set.axes().all(|a| mesh.size(a) > 1);
+            let spread = AxisSet::EXPERTS.subsets().filter(used);
+            let plans = spread.map(|ep| Self { ep, ..plan });
+            legal.extend(plans.filter(|plan| plan.validate(shape).is_ok()));
+        }
+        Ok(legal)
+    }
+
+    /// This plan with another size of one axis.
+    #[must_use]
+    pub fn with_size(mut self, axis: Axis, size: usize) -> Self {
+        match axis {
+            Axis::Pp => self.pp = size,
+            Axis::Cfg => self.cfg = size,
+            Axis::Ring => self.ring = size,
+            Axis::Ulysses => self.ulysses = size,
+            Axis::Tp => self.tp = size,
+        }
+        self
     }
 
     /// Checks that a request with this guidance has work for every rank.

@@ -102,6 +102,17 @@ impl<T> Pending<T> {
         }
     }
 
+    /// A handle whose result goes through `then` when waited for.
+    pub fn and_then<U>(
+        self,
+        then: impl FnOnce(T) -> Result<U, ParallelError> + Send + 'static,
+    ) -> Pending<U>
+    where
+        T: 'static,
+    {
+        Pending::new(move || self.wait().and_then(then))
+    }
+
     /// Waits for the result, at most as long as the group's timeout.
     ///
     /// # Errors

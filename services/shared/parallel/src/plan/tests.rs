@@ -3,15 +3,7 @@ use crate::LayerShape;
 use crate::shape::tests::published;
 
 fn with(axis: Axis, size: usize) -> Plan {
-    let mut plan = Plan::default();
-    match axis {
-        Axis::Pp => plan.pp = size,
-        Axis::Cfg => plan.cfg = size,
-        Axis::Ring => plan.ring = size,
-        Axis::Ulysses => plan.ulysses = size,
-        Axis::Tp => plan.tp = size,
-    }
-    plan
+    Plan::default().with_size(axis, size)
 }
 
 fn refusal(plan: Plan, shape: &ModelShape) -> String {
@@ -182,4 +174,46 @@ fn a_plan_is_written_with_axis_names_and_unknown_fields_are_refused() {
     assert_eq!(again, plan);
     assert!(serde_json::from_str::<Plan>(r#"{"dp": 2}"#).is_err());
     assert!(serde_json::from_str::<Plan>(r#"{"ep": ["tp", "tp"]}"#).is_err());
+}
+
+#[test]
+fn legal_plans_are_those_that_validate_and_no_others() {
+    let mut shape = published();
+    (shape.heads, shape.kv_heads) = (6, 3);
+    for l in &mut shape.layers {
+        (l.experts, l.shared_inner) = (4, None);
+    }
+    for ranks in [1, 2, 3, 4, 6, 8] {
+        let mut expected = Vec::new();
+        let sizes = || 1..=ranks;
+        for (pp, cfg, ring) in
+            sizes().flat_map(|p| sizes().flat_map(move |c| sizes().map(move |r| (p, c, r))))
+        {
+            for (ulysses, tp) in sizes().flat_map(|u| sizes().map(move |t| (u, t))) {
+                for ep in AxisSet::ALL.subsets() {
+                    let plan = Plan {
+                        pp,
+                        cfg,
+                        ring,
+                        ulysses,
+                        tp,
+                        ep,
+                    };
+                    let all = plan.sizes().iter().product::<usize>() == ranks;
+                    let used = ep.axes().all(|a| plan.sizes()[a as usize] > 1);
+                    if all && used && plan.validate(&shape).is_ok() {
+                        expected.push(plan);
+                    }
+                }
+            }
+        }
+        let legal = Plan::legal(&shape, ranks).unwrap();
+        assert_eq!(legal.len(), expected.len(), "{ranks} ranks");
+        assert!(expected.iter().all(|plan| legal.contains(plan)));
+    }
+    assert_eq!(Plan::legal(&shape, 1).unwrap(), [Plan::default()]);
+    assert!(Plan::legal(&shape, 0).is_err());
+    // tp = 4 breaks six heads; ring = 5 breaks nothing, its experts stay replicated.
+    assert!(Plan::legal(&shape, 4).unwrap().iter().all(|p| p.tp < 4));
+    assert_eq!(Plan::legal(&shape, 5).unwrap().len(), 2);
 }
