@@ -18,7 +18,7 @@ use crate::layout::{
 use crate::model::Model;
 use crate::picture::{Latents, RgbImage};
 use crate::prefill::RowTokens;
-use crate::text::argmax;
+use crate::text::{Transitions, Writing, argmax};
 
 /// How the ratio token of an "auto" size is chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,6 +71,17 @@ pub struct TextCall {
     pub new_ids: Vec<u32>,
 }
 
+/// What the assistant wrote before a picture.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Written {
+    /// The pass itself.
+    pub call: TextCall,
+    /// Text for the picture's sequence: opening tag to closing tag, or all of it when the tag never came.
+    pub text: String,
+    /// The size the model named; none when it was given, or when the token limit came first.
+    pub bucket: Option<Bucket>,
+}
+
 impl<'m> Pipeline<'m> {
     /// A pipeline on `model`.
     pub fn new(model: &'m Model, ctx: &'m RankContext) -> Self {
@@ -109,6 +120,43 @@ impl<'m> Pipeline<'m> {
             },
             text,
         ))
+    }
+
+    /// Lets the model think, rewrite the prompt and (unless `size_given`) name a size, all in one pass.
+    ///
+    /// # Errors
+    /// Those of layout and of text passes.
+    pub fn write_before_picture(
+        &self,
+        words: &Words<'_>,
+        writing: Writing,
+        size_given: bool,
+        max_new: usize,
+    ) -> Result<Written, ModelError> {
+        let special = self.model.special_tokens()?;
+        let base = self.model.config().image_base_size;
+        let auto_size = (!size_given).then_some(base);
+        let transitions = Transitions::new(special, writing, words.template, auto_size)?;
+        let layout = self.text_layout(words, None, writing.task())?;
+        let row = RowTokens::new(&layout, RowKind::Cond);
+        let new_ids = self
+            .model
+            .write_along(self.ctx, &row, max_new, transitions)?;
+        let closing = writing.closing(special);
+        let end = new_ids.iter().position(|id| *id == closing);
+        let kept = &new_ids[..end.map_or(new_ids.len(), |at| at + 1)];
+        let ids = [&[writing.opening(special)], kept].concat();
+        let ratio = new_ids.last().and_then(|id| special.ratio_index(*id));
+        Ok(Written {
+            text: self.model.tokenizer()?.decode(&ids)?,
+            bucket: ratio
+                .filter(|_| !size_given)
+                .and_then(|index| self.model.buckets().by_index(index)),
+            call: TextCall {
+                prompt_ids: layout.tokens(RowKind::Cond).to_vec(),
+                new_ids,
+            },
+        })
     }
 
     /// Lets the model choose a size.

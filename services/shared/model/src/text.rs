@@ -1,5 +1,7 @@
 //! Writing text: logits of the next token over a growing cache.
 
+mod transitions;
+
 use kernels::Tensor;
 use parallel::RankContext;
 
@@ -10,6 +12,8 @@ use crate::model::Model;
 use crate::positions::ImageSpan;
 use crate::prefill::{PreparedRow, RowTokens};
 use crate::prefix::KvCache;
+
+pub use transitions::{Choice, Transitions, Writing};
 
 /// A text row between two tokens.
 #[derive(Debug)]
@@ -137,6 +141,33 @@ impl Model {
             let id = pass.most_likely();
             out.push(id);
             if stops.contains(&id) || out.len() == max_new {
+                break;
+            }
+            self.step_text(ctx, &mut [&mut *pass], &[id])?;
+        }
+        Ok(out)
+    }
+
+    /// Writes greedily along `transitions` until they end the pass or `max_new` tokens stand.
+    ///
+    /// # Errors
+    /// Those of [`Model::start_text`].
+    pub fn write_along(
+        &self,
+        ctx: &RankContext,
+        row: &RowTokens<'_>,
+        max_new: usize,
+        mut transitions: Transitions,
+    ) -> Result<Vec<u32>, ModelError> {
+        let mut out = Vec::with_capacity(max_new);
+        let mut passes = self.start_text(ctx, &[row], max_new)?;
+        let Some(pass) = passes.first_mut() else {
+            return Ok(out);
+        };
+        while out.len() < max_new {
+            let id = transitions.pick(pass.logits());
+            out.push(id);
+            if transitions.accept(id) || out.len() == max_new {
                 break;
             }
             self.step_text(ctx, &mut [&mut *pass], &[id])?;
