@@ -3,6 +3,10 @@
 //! Pure: counters in, placement out. A placement changes between steps, never during one; every
 //! replica has the same weights, so where a token goes does not change its result.
 
+mod rebalance;
+
+pub use rebalance::{EplbConfig, LayerChange, Rebalancer};
+
 use crate::{MAX_RANKS, ParallelError, error::in_range};
 
 /// Most expert slots of one rank.
