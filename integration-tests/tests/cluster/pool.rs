@@ -80,7 +80,7 @@ async fn finished_cancelled_abandoned_and_late_requests_leave_the_pool_empty() {
     emptied(&mut pool, "an abandoned request").await;
 
     let mut late = Request::new(long("late"));
-    late.set_timeout(Duration::from_secs(2));
+    late.set_timeout(Duration::from_millis(600));
     let stream = bounded(client.generate(late)).await.unwrap().into_inner();
     assert_eq!(ended(stream).await, Code::DeadlineExceeded);
     emptied(&mut pool, "a request out of time").await;

@@ -159,7 +159,7 @@ impl Walk {
                 Some(Prefilled::Done(mut done)) => {
                     let held = self.take_rows(&mut done.rows);
                     let held = held.map_err(|error| Lost { error, begun })?;
-                    // The stage lets go of the leases when the stream has ended well.
+                    // The stage releases the leases unless its stream is read to the end.
                     while stream
                         .message()
                         .await
