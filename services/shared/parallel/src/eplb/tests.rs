@@ -125,6 +125,19 @@ fn a_hot_expert_is_replicated_and_the_imbalance_falls() {
 }
 
 #[test]
+fn the_least_loaded_rank_takes_the_larger_of_what_is_left() {
+    let c = EplbCluster {
+        hosts: 1,
+        ranks_per_host: 2,
+        slots_per_rank: 2,
+    };
+    let loads = [1, 8, 3, 7];
+    let p = place(&loads, &c, Spread::Global).unwrap();
+    assert_eq!(p.slots(), [[Some(1), Some(0)], [Some(3), Some(2)]]);
+    assert_eq!(p.rank_loads(&loads), [9.0, 10.0]);
+}
+
+#[test]
 fn without_load_everything_is_placed_once_and_balanced() {
     let c = EplbCluster {
         hosts: 2,

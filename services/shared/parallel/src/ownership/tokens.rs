@@ -181,6 +181,14 @@ mod tests {
     }
 
     #[test]
+    fn a_zigzag_rank_stores_its_early_chunk_first() {
+        let shards = TokenShards::zigzag(15, 2).unwrap();
+        assert_eq!(shards.ranges(0).unwrap(), [0..4, 12..15]);
+        assert_eq!(shards.ranges(1).unwrap(), [4..8, 8..12]);
+        assert_eq!(shards.locate(13), Some((0, 5)));
+    }
+
+    #[test]
     fn contiguous_causal_work_is_not_balanced() {
         let shards = TokenShards::contiguous(80, 4).unwrap();
         assert!(shards.causal_pairs(3).unwrap() > 6 * shards.causal_pairs(0).unwrap());

@@ -141,6 +141,20 @@ fn operations_in_flight_are_bounded() {
     assert!(ends[0].send(1, vec![]).is_err());
 }
 
+#[test]
+fn a_buffer_whose_receiver_gave_up_is_not_kept() {
+    let ends = group(2, PATIENT).unwrap();
+    for _ in 0..=crate::MAX_IN_FLIGHT {
+        drop(ends[1].recv(0).unwrap());
+    }
+    // More than a lane holds: each is wanted by nobody.
+    for _ in 0..=crate::MAX_IN_FLIGHT {
+        ends[0].send(1, vec![1.0]).unwrap();
+    }
+    ends[0].send(1, vec![2.0]).unwrap();
+    assert_eq!(ends[1].recv(0).unwrap().wait().unwrap(), [2.0]);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
