@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # From a checkout to a picture: installs what is missing, builds, starts the stages, generates, stops.
 #   bash deploy/try.sh "PROMPT" [options of omnictl generate]
-# OMNI_MODEL names another checkpoint directory; by default the small model of the tests is served.
+# OMNI_MODEL names another checkpoint directory; by default the demo model is served, which draws flat shapes:
+#   bash deploy/try.sh "a red circle left of a blue square on a white background"
 set -euo pipefail
 here=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -18,7 +19,7 @@ fi
 prompt=$1
 shift
 
-model=${OMNI_MODEL:-integration-tests/fixtures/golden/model}
+model=${OMNI_MODEL:-deploy/demo-model/checkpoint}
 [ -f "$model/config.json" ] || die "no model: $model/config.json does not exist"
 
 install_packages

@@ -1,5 +1,9 @@
-//! What the integration tests share: finding the real binaries and the golden fixtures.
+//! What the integration tests share: finding the real binaries and the golden fixtures, reading drawings, and
+//! drawing with the demo model.
 #![forbid(unsafe_code)]
+
+pub mod demo;
+pub mod scene;
 
 use std::{
     env, io,

@@ -1,0 +1,9 @@
+//! The demo model on its held-out prompts, in this process.
+
+mod grid;
+mod set;
+mod studio;
+
+pub use grid::{contact_sheet, encode_png};
+pub use set::{DemoEdit, DemoPrompt, DemoSet, EditKind, PictureFormat, checkpoint_dir};
+pub use studio::{MAX_NEW_TOKENS, SEED, Studio, psnr};
