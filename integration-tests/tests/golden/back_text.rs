@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::back_prefill::task;
 use crate::back_support::{ctx, limit, models, words};
-use crate::common::{Tensors, assert_close, count, json};
+use crate::common::{Tensors, assert_close, count, in_set, json};
 
 fn layout(model: &Model, case: &Value) -> SequenceLayout {
     let words = words(model, case);
@@ -47,6 +47,9 @@ fn uncached(model: &Model, ids: &[u32]) -> Vec<f32> {
 
 #[test]
 fn greedy_text_equals_the_reference_token_for_token() {
+    if !in_set(&["06_ar_text.json", "06_ar_text.safetensors"]) {
+        return;
+    }
     let file = Tensors::load("06_ar_text.safetensors");
     for case in json("06_ar_text.json").as_array().unwrap() {
         let id = case["id"].as_str().unwrap();
@@ -84,6 +87,9 @@ fn greedy_text_equals_the_reference_token_for_token() {
 
 #[test]
 fn text_stops_where_the_reference_stops() {
+    if !in_set(&["06_ar_text.json", "06_ar_text.safetensors"]) {
+        return;
+    }
     for case in json("06_ar_text.json").as_array().unwrap() {
         let ids = |field: &str| -> Vec<u32> {
             let list = case[field].as_array().unwrap();
@@ -105,6 +111,9 @@ fn text_stops_where_the_reference_stops() {
 
 #[test]
 fn texts_written_together_equal_texts_written_alone() {
+    if !in_set(&["06_ar_text.json", "06_ar_text.safetensors"]) {
+        return;
+    }
     let cases = json("06_ar_text.json");
     let (_, model) = models()[0];
     let layouts: Vec<SequenceLayout> = cases

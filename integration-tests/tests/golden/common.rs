@@ -33,6 +33,18 @@ pub(crate) fn json(name: &str) -> Value {
     serde_json::from_slice(&bytes).unwrap_or_else(|e| panic!("{name}: {e}"))
 }
 
+/// Whether a test that needs all of `names` applies to this set. A file that the manifest lists must be there,
+/// so that only what the set never had is passed over, and the output says so.
+pub(crate) fn in_set(names: &[&str]) -> bool {
+    let manifest = json("MANIFEST.json");
+    let absent = names.iter().find(|name| manifest.get(name).is_none());
+    if let Some(name) = absent {
+        assert!(!path(name).exists(), "{name} is not in the manifest");
+        println!("skipped: the set has no {name}");
+    }
+    absent.is_none()
+}
+
 /// A safetensors file, read whole.
 pub(crate) struct Tensors {
     name: String,

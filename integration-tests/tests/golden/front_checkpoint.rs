@@ -9,6 +9,9 @@ use crate::common::{
     RawTensor, Tensors, copy_model, model_dir, read_raw, shards, widened_model_dir, write_raw,
 };
 
+/// The map from tensor to shard.
+const INDEX_FILE: &str = "model.safetensors.index.json";
+
 /// Opens a checkpoint and compares it with its config.
 fn open(dir: &Path) -> Result<Checkpoint, ModelError> {
     let config = ModelConfig::from_dir(dir)?;
@@ -169,17 +172,11 @@ fn an_unexpected_tensor_is_named() {
             };
             tensors.insert("model.surprise.weight".into(), tensor);
         });
-        let path = dir.join("model.safetensors.index.json");
-        let mut index: serde_json::Value =
-            serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-        let shard = shards(dir)[0]
-            .file_name()
-            .unwrap()
-            .to_str()
-            .unwrap()
-            .to_owned();
-        index["weight_map"]["model.surprise.weight"] = shard.into();
-        fs::write(&path, serde_json::to_vec(&index).unwrap()).unwrap();
+        let shard = shards(dir)[0].file_name().unwrap().to_owned();
+        let shard = shard.to_str().unwrap();
+        edit_index(dir, |map| {
+            map.insert("model.surprise.weight".into(), shard.into());
+        });
     });
 }
 
@@ -247,11 +244,10 @@ fn an_index_that_points_elsewhere_is_refused() {
     ] {
         let name = a_matrix(&model_dir());
         refused(place, named, |dir| {
-            let path = dir.join("model.safetensors.index.json");
-            let mut index: serde_json::Value =
-                serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-            index["weight_map"][&name] = place.into();
-            fs::write(&path, serde_json::to_vec(&index).unwrap()).unwrap();
+            with_index(dir);
+            edit_index(dir, |map| {
+                map.insert(name, place.into());
+            });
         });
     }
 }
@@ -259,7 +255,9 @@ fn an_index_that_points_elsewhere_is_refused() {
 #[test]
 fn a_directory_without_weights_is_refused() {
     refused("no weights", "model.safetensors", |dir| {
-        fs::remove_file(dir.join("model.safetensors.index.json")).unwrap();
+        for file in [INDEX_FILE, "model.safetensors"] {
+            drop(fs::remove_file(dir.join(file)));
+        }
     });
 }
 
@@ -302,12 +300,33 @@ fn edit(dir: &Path, change: impl FnOnce(&mut std::collections::BTreeMap<String, 
     write_raw(shard, &tensors);
 }
 
-fn drop_from_index(dir: &Path, gone: impl Fn(&str) -> bool) {
-    let path = dir.join("model.safetensors.index.json");
+/// Edits the index's map from tensor to file; a checkpoint of one file has none to edit.
+fn edit_index(dir: &Path, change: impl FnOnce(&mut serde_json::Map<String, serde_json::Value>)) {
+    let path = dir.join(INDEX_FILE);
+    if !path.exists() {
+        return;
+    }
     let mut index: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-    index["weight_map"]
-        .as_object_mut()
-        .unwrap()
-        .retain(|name, _| !gone(name));
+    change(index["weight_map"].as_object_mut().unwrap());
     fs::write(&path, serde_json::to_vec(&index).unwrap()).unwrap();
+}
+
+/// Gives a checkpoint of one file the index it does not need.
+fn with_index(dir: &Path) {
+    let path = dir.join(INDEX_FILE);
+    if path.exists() {
+        return;
+    }
+    let shard = &shards(dir)[0];
+    let file = shard.file_name().unwrap().to_str().unwrap();
+    let map: serde_json::Map<_, _> = read_raw(shard)
+        .into_keys()
+        .map(|name| (name, file.into()))
+        .collect();
+    let index = serde_json::json!({ "weight_map": map });
+    fs::write(&path, serde_json::to_vec(&index).unwrap()).unwrap();
+}
+
+fn drop_from_index(dir: &Path, gone: impl Fn(&str) -> bool) {
+    edit_index(dir, |map| map.retain(|name, _| !gone(name)));
 }

@@ -22,7 +22,8 @@ struct AdaResBlock {
     modulation: LinearWeight,
     out_norm: Affine,
     out_conv: Conv2dWeight,
-    skip: Conv2dWeight,
+    /// `None` where input and output are equally wide: the skip is the identity and has no tensor.
+    skip: Option<Conv2dWeight>,
     channels: usize,
 }
 
@@ -33,6 +34,7 @@ impl AdaResBlock {
         input: usize,
         output: usize,
     ) -> Result<Self, ModelError> {
+        let skip = || scope.child("skip_connection").conv2d(input, output, 1);
         Ok(Self {
             in_norm: scope.child("in_layers.0").affine(input)?,
             in_conv: scope.child("in_layers.2").conv2d(input, output, 3)?,
@@ -41,7 +43,7 @@ impl AdaResBlock {
                 .linear_bias(hidden, 2 * output)?,
             out_norm: scope.child("out_layers.0").affine(output)?,
             out_conv: scope.child("out_layers.3").conv2d(output, output, 3)?,
-            skip: scope.child("skip_connection").conv2d(input, output, 1)?,
+            skip: (input != output).then(skip).transpose()?,
             channels: output,
         })
     }
@@ -60,7 +62,10 @@ impl AdaResBlock {
         let inner = conv2d(&inner, &self.in_conv)?;
         let inner = norm(&inner, &self.out_norm, Some((&scale, &shift)))?;
         let mut out = conv2d(&inner, &self.out_conv)?;
-        add_assign(&mut out, &conv2d(x, &self.skip)?)?;
+        match &self.skip {
+            Some(skip) => add_assign(&mut out, &conv2d(x, skip)?)?,
+            None => add_assign(&mut out, x)?,
+        }
         Ok(out)
     }
 }
