@@ -87,7 +87,70 @@ impl Model {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::RefCell;
+    use std::collections::BTreeMap;
+
+    use serde_json::json;
+
     use super::*;
+    use crate::model::Parts;
+    use crate::weights::expected_tensors;
+
+    /// Notes the name and shape of every tensor that is asked for.
+    #[derive(Default)]
+    struct Noting(RefCell<BTreeMap<String, Vec<usize>>>);
+
+    impl WeightSource for Noting {
+        fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError> {
+            self.0.borrow_mut().insert(name.into(), shape.to_vec());
+            RandomWeights { seed: 0 }.tensor(name, shape)
+        }
+    }
+
+    /// A small model whose stem is `inner` channels wide, the residual stream 64.
+    fn config(inner: usize, plain: bool) -> ModelConfig {
+        let config = json!({
+            "vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 6, "num_key_value_heads": 3, "attention_head_dim": 8,
+            "moe_intermediate_size": [8, 24], "num_experts": [3, 5], "moe_topk": [1, 4],
+            "use_mixed_mlp_moe": !plain, "num_shared_expert": [2, 1], "use_qk_norm": !plain,
+            "max_position_embeddings": 300, "patch_embed_hidden_dim": inner,
+            "image_base_size": 64, "cfg_distilled": plain, "use_meanflow": plain,
+            "vae": {
+                "latent_channels": 4, "block_out_channels": [32, 64, 64, 32],
+                "layers_per_block": 2, "ffactor_spatial": 8, "ffactor_temporal": 2,
+                "sample_size": 64, "scaling_factor": 0.5,
+            },
+            "vit": {
+                "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+                "num_attention_heads": 2, "patch_size": 8, "num_patches": 9,
+            },
+            "vit_processor": { "max_num_patches": 16 },
+            "vit_aligner": {
+                "projector_type": "mlp_gelu", "input_dim": 16, "n_embed": 64, "depth": 3,
+            },
+        });
+        ModelConfig::parse(&config, &json!({})).unwrap()
+    }
+
+    #[test]
+    fn a_model_reads_exactly_the_tensors_that_its_checkpoint_must_have() {
+        // Equal widths: the residual block of stem and head has no skip convolution.
+        for (inner, plain) in [(32, false), (64, false), (64, true)] {
+            let config = config(inner, plain);
+            let expected: BTreeMap<String, Vec<usize>> = expected_tensors(&config)
+                .into_iter()
+                .map(|spec| (spec.name, spec.shape))
+                .collect();
+            let source = Noting::default();
+            let options = LoadOptions {
+                parts: Parts::ALL,
+                ..LoadOptions::default()
+            };
+            Model::build(config, &source, options, "noted".into()).unwrap();
+            assert_eq!(source.0.into_inner(), expected, "inner width {inner}");
+        }
+    }
 
     #[test]
     fn weights_depend_on_name_and_seed_and_have_the_stated_variance() {

@@ -82,6 +82,19 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// A whole number in `1..=bound` with an optional default.
+    pub(super) fn size_up_to(
+        &self,
+        name: &str,
+        default: Option<usize>,
+        bound: usize,
+    ) -> Result<usize, ModelError> {
+        match self.size_or(name, default)? {
+            n if n > bound => Err(self.error(name, format!("{n} is above the bound {bound}"))),
+            n => Ok(n),
+        }
+    }
+
     /// A list of whole numbers >= 1.
     pub(super) fn sizes(&self, name: &str) -> Result<Vec<usize>, ModelError> {
         let list = self
@@ -99,7 +112,7 @@ impl<'a> Fields<'a> {
         Ok(sizes)
     }
 
-    /// One whole number per layer, given as a list of that length (or longer) or as one number for all.
+    /// One whole number per layer, given as a list of that length or as one number for all.
     pub(super) fn per_layer(&self, name: &str, layers: usize) -> Result<Vec<usize>, ModelError> {
         match self.get(name) {
             Some(Value::Array(_)) => {

@@ -24,6 +24,10 @@ pub const GENERATION_FILE: &str = "generation_config.json";
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
 /// Most layers of a model; the released one has 32.
 const MAX_LAYERS: usize = 1024;
+/// Most routed experts of all layers together; the released one has 2048. Bounds the list of expected tensors.
+const MAX_EXPERTS: usize = 1 << 16;
+/// Most repetitions of any smaller block: blocks of a VAE level, linear layers of the aligner.
+const MAX_BLOCKS: usize = 64;
 
 /// The mixture-of-experts MLP of one layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -232,19 +236,22 @@ fn head_dim(f: &Fields<'_>, hidden: usize) -> Result<usize, ModelError> {
 }
 
 fn moe_layers(f: &Fields<'_>) -> Result<Vec<MoeConfig>, ModelError> {
-    let layers = f.size("num_hidden_layers")?;
-    if layers > MAX_LAYERS {
-        return Err(f.error(
-            "num_hidden_layers",
-            format!("{layers} is above the bound {MAX_LAYERS}"),
-        ));
-    }
+    let layers = f.size_up_to("num_hidden_layers", None, MAX_LAYERS)?;
     let intermediate = if f.get("moe_intermediate_size").is_some() {
         f.per_layer("moe_intermediate_size", layers)?
     } else {
         vec![f.size("intermediate_size")?; layers]
     };
     let experts = f.per_layer("num_experts", layers)?;
+    let all = experts
+        .iter()
+        .fold(0, |sum: usize, n| sum.saturating_add(*n));
+    if all > MAX_EXPERTS {
+        return Err(f.error(
+            "num_experts",
+            format!("{all} in all layers are above the bound {MAX_EXPERTS}"),
+        ));
+    }
     let top_k = f.per_layer("moe_topk", layers)?;
     let shared = if f.flag("use_mixed_mlp_moe", false)? {
         Some(shared_widths(f, layers, &intermediate)?)

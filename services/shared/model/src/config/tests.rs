@@ -138,6 +138,11 @@ fn impossible_values_are_refused_by_name() {
         ("num_key_value_heads", json!(5)),
         ("attention_head_dim", json!(127)),
         ("moe_topk", json!(65)),
+        // The list of expected tensors would be as long.
+        ("num_experts", json!(1 << 20)),
+        ("vae.layers_per_block", json!(1 << 20)),
+        ("vit.num_hidden_layers", json!(1 << 20)),
+        ("vit_aligner.depth", json!(1 << 20)),
         ("moe_intermediate_size", json!([3072, 3072])),
         ("rms_norm_eps", json!(0.0)),
         ("rope_theta", json!(-1.0)),

@@ -1,6 +1,7 @@
 //! The nested dictionaries `vae`, `vit`, `vit_processor` and `vit_aligner`.
 
 use super::fields::Fields;
+use super::{MAX_BLOCKS, MAX_LAYERS};
 use crate::error::ModelError;
 
 /// Channels in one normalisation group of every GroupNorm of the model is `channels / NORM_GROUPS`.
@@ -53,7 +54,7 @@ impl VaeConfig {
             in_channels: f.size_or("in_channels", Some(3))?,
             out_channels: f.size_or("out_channels", Some(3))?,
             latent_channels: f.size("latent_channels")?,
-            layers_per_block: f.size("layers_per_block")?,
+            layers_per_block: f.size_up_to("layers_per_block", None, MAX_BLOCKS)?,
             spatial_factor: f.size("ffactor_spatial")?,
             temporal_factor: f.size("ffactor_temporal")?,
             sample_size: f.size_or("sample_size", Some(384))?,
@@ -175,7 +176,7 @@ impl VitConfig {
         let config = Self {
             hidden_size: f.size("hidden_size")?,
             intermediate_size: f.size("intermediate_size")?,
-            num_layers: f.size("num_hidden_layers")?,
+            num_layers: f.size_up_to("num_hidden_layers", None, MAX_LAYERS)?,
             num_heads: f.size("num_attention_heads")?,
             num_channels: f.size_or("num_channels", Some(3))?,
             patch_size: f.size("patch_size")?,
@@ -260,7 +261,7 @@ impl AlignerConfig {
         let config = Self {
             input_dim: f.size("input_dim")?,
             output_dim: f.size("n_embed")?,
-            depth: f.size_or("depth", Some(2))?,
+            depth: f.size_up_to("depth", Some(2), MAX_BLOCKS)?,
         };
         if config.input_dim != vit.hidden_size {
             return Err(f.error("input_dim", "differs from vit.hidden_size"));
