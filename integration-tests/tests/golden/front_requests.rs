@@ -157,6 +157,22 @@ fn empty_and_over_long_prompts_are_refused_by_name() {
 }
 
 #[test]
+fn an_over_long_system_prompt_is_refused_by_its_own_name() {
+    let long = "kite ".repeat(setup().config.max_text_tokens() + 1);
+    let with = LayoutInput {
+        system_prompt: Some(&long),
+        ..input("kite", Template::Instruct)
+    };
+    let error = layout(&with).unwrap_err();
+    let field = "system_prompt";
+    assert_eq!(
+        error.kind(),
+        ErrorKind::InvalidArgument { field },
+        "{error}"
+    );
+}
+
+#[test]
 fn a_sequence_beyond_the_rotary_table_is_refused_before_it_is_written() {
     let side = usize::MAX / 4;
     for grid in [

@@ -407,9 +407,16 @@ fn check_length(
             (Section::Generated, Target::Text(_)) => {}
         }
     }
+    // The longer text is the one at fault.
+    let system = input.system_prompt.map_or(0, str::len);
+    let field = if system > input.prompt.len() {
+        "system_prompt"
+    } else {
+        "prompt"
+    };
     if text > rules.max_text_tokens {
         return Err(ModelError::invalid(
-            "prompt",
+            field,
             format!(
                 "makes {text} text tokens, the model takes {}",
                 rules.max_text_tokens
@@ -419,7 +426,7 @@ fn check_length(
     let total = text.saturating_add(images);
     if total > rules.max_sequence_tokens {
         return Err(ModelError::invalid(
-            "prompt",
+            field,
             format!(
                 "makes a sequence of {total} tokens with its images, the model takes {}",
                 rules.max_sequence_tokens
