@@ -25,6 +25,8 @@ use crate::{
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
+/// How long what the tasks of a role hold may take to be dropped once the role has ended.
+const TEARDOWN_GRACE: Duration = Duration::from_secs(5);
 /// How long a process whose parent has died may take to stop cleanly.
 const ORPHAN_GRACE: Duration = Duration::from_secs(45);
 
@@ -95,8 +97,10 @@ fn run_role(
         }
         Box::pin(roles::run(role, &settings, file, shutdown)).await
     });
-    // Blocking work that is still running has lost its caller; it must not hold the process.
-    runtime.shutdown_background();
+    // What the tasks hold goes now, not beside the exit handlers: UCX has its own, and a worker that
+    // is torn down while they run crashes. Blocking work that is still running has lost its caller;
+    // it must not hold the process for longer.
+    runtime.shutdown_timeout(TEARDOWN_GRACE);
     done
 }
 
