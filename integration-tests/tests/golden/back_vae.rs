@@ -43,6 +43,52 @@ fn assert_posterior(what: &str, file: &Tensors, prefix: &str, got: &Posterior) {
     }
 }
 
+/// The recorded inner activations of one case, compared as they come by.
+struct Activations<'a> {
+    file: &'a Tensors,
+    what: &'a str,
+    case: &'a str,
+    seen: BTreeSet<String>,
+}
+
+impl<'a> Activations<'a> {
+    fn of(file: &'a Tensors, what: &'a str, case: &'a str) -> Self {
+        let seen = BTreeSet::new();
+        Self {
+            file,
+            what,
+            case,
+            seen,
+        }
+    }
+
+    fn compare(&mut self, site: &str, value: &Tensor) {
+        let key = format!("{}.act.{site}", self.case);
+        if self.file.has(&key) {
+            assert_close(
+                &format!("{} {key}", self.what),
+                &channels_first_tensor(value),
+                &self.file.f32(&key).1,
+                limit::STATE,
+            );
+            self.seen.insert(key);
+        }
+    }
+
+    /// Every recorded activation has come by.
+    fn assert_all_seen(&self) {
+        let prefix = format!("{}.act.", self.case);
+        let names = self.file.names();
+        let recorded = names.iter().filter(|n| n.starts_with(&prefix)).count();
+        assert_eq!(
+            self.seen.len(),
+            recorded,
+            "{}: activations compared",
+            self.case
+        );
+    }
+}
+
 #[test]
 fn decoding_equals_the_reference() {
     if !in_set(&["04_vae.safetensors"]) {
@@ -54,31 +100,14 @@ fn decoding_equals_the_reference() {
     for (name, model) in models() {
         for case in &cases {
             let what = format!("04 {name}");
-            let mut seen = BTreeSet::new();
-            let mut see = |site: &str, value: &Tensor| {
-                let key = format!("{case}.act.{site}");
-                if file.has(&key) {
-                    let got = channels_first_tensor(value);
-                    assert_close(
-                        &format!("{what} {key}"),
-                        &got,
-                        &file.f32(&key).1,
-                        limit::STATE,
-                    );
-                    seen.insert(key);
-                }
-            };
+            let mut activations = Activations::of(&file, &what, case);
+            let mut see = |site: &str, value: &Tensor| activations.compare(site, value);
             let z = single(&file, &format!("{case}.z"));
             let frames = model
                 .vae()
                 .decode_frames(&z, Tiles::Whole, &mut see)
                 .unwrap();
-            let recorded = file
-                .names()
-                .iter()
-                .filter(|n| n.starts_with(&format!("{case}.act.")))
-                .count();
-            assert_eq!(seen.len(), recorded, "{case}: activations compared");
+            activations.assert_all_seen();
             let all = format!("{case}.sample_all_t");
             let got = channels_first_tensor(&frames);
             assert_close(
@@ -116,28 +145,11 @@ fn encoding_equals_the_reference() {
     for (name, model) in models() {
         for case in &cases {
             let what = format!("04 {name}");
-            let mut seen = BTreeSet::new();
-            let mut see = |site: &str, value: &Tensor| {
-                let key = format!("{case}.act.{site}");
-                if file.has(&key) {
-                    let got = channels_first_tensor(value);
-                    assert_close(
-                        &format!("{what} {key}"),
-                        &got,
-                        &file.f32(&key).1,
-                        limit::STATE,
-                    );
-                    seen.insert(key);
-                }
-            };
+            let mut activations = Activations::of(&file, &what, case);
+            let mut see = |site: &str, value: &Tensor| activations.compare(site, value);
             let x = picture(&file, &format!("{case}.x"));
             let posterior = model.vae().encode(&x, Tiles::Whole, &mut see).unwrap();
-            let recorded = file
-                .names()
-                .iter()
-                .filter(|n| n.starts_with(&format!("{case}.act.")))
-                .count();
-            assert_eq!(seen.len(), recorded, "{case}: activations compared");
+            activations.assert_all_seen();
             assert_posterior(&what, &file, &format!("{case}."), &posterior);
         }
     }
