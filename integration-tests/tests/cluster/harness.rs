@@ -194,11 +194,12 @@ impl Up {
                     .map(str::to_owned)
                     .collect::<Vec<_>>()
             })
-            .map(|pid| {
-                let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap();
-                let role = line.split(|byte| *byte == 0).nth(1).unwrap();
+            .filter_map(|pid| {
+                // One that has just ended has no command line any more: it is no child.
+                let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+                let role = line.split(|byte| *byte == 0).nth(1)?;
                 let role = String::from_utf8(role.to_vec()).unwrap();
-                (role, Pid::from_raw(pid.parse().unwrap()).unwrap())
+                Some((role, Pid::from_raw(pid.parse().unwrap()).unwrap()))
             })
             .collect()
     }
