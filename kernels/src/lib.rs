@@ -25,7 +25,7 @@ pub use cpu::elementwise::{add, add_assign, gelu_erf, gelu_tanh, silu, swiglu_up
 pub use cpu::embedding::embedding;
 pub use cpu::group_norm::{GroupNorm, group_norm};
 pub use cpu::linear::{LinearWeight, linear};
-pub use cpu::moe::{ExpertWeights, Routing, moe_experts, moe_route};
+pub use cpu::moe::{ExpertWeights, Routing, moe_combine, moe_experts, moe_route};
 pub use cpu::norm::{layer_norm, rms_norm};
 pub use cpu::rope::{AttnHeads, RopeTable, qkv_split_rope_norm};
 pub use cpu::softmax::softmax_rows;

@@ -197,11 +197,68 @@ pub fn moe_experts(x: &Tensor, routing: &Routing, experts: &ExpertWeights) -> Re
             .for_each(|task| run_task(task, data, experts));
     }
     drop(tasks);
-    let mut out = Recycled::stale(tokens * hidden);
-    par::rows(&mut out, hidden, hidden * top_k, |first, out| {
-        combine(first, out, &partial, &order.position, routing, hidden);
-    });
-    Ok(Tensor::output(&[tokens, hidden], out))
+    Ok(combine(
+        &partial,
+        &order.position,
+        routing,
+        (tokens, hidden),
+    ))
+}
+
+/// `y[t] = sum over slots s of weight[t, s] * parts[position[t * top_k + s]]`; `[T, H]`.
+///
+/// The end of [`moe_experts`] for expert outputs that were computed elsewhere, in any grouping: `parts`
+/// `[T * top_k, H]` holds one unweighted row a slot in any order, `position` `[T * top_k]` says where. The
+/// slots of a token are added in slot order, so the bits are those of [`moe_experts`] over all experts.
+/// The chosen experts and the logits of `routing` are not read.
+///
+/// # Errors
+/// Shape or type of `parts`, a `routing` of unequal or partial lists, a `position` of another length or
+/// beyond `parts`, and two slots with one row.
+pub fn moe_combine(parts: &Tensor, position: &[u32], routing: &Routing) -> Result<Tensor> {
+    const OP: &str = "moe_combine";
+    let slots = routing.weights.len();
+    if routing.top_k == 0 || !slots.is_multiple_of(routing.top_k) {
+        return Err(KernelError::Argument {
+            op: OP,
+            what: "routing.weights",
+            reason: "must hold top_k, at least 1, weights a token",
+        });
+    }
+    let lengths = [
+        ("routing.experts length", routing.experts.len()),
+        ("position length", position.len()),
+    ];
+    if let Some(&(what, value)) = lengths.iter().find(|&&(_, len)| len != slots) {
+        return Err(KernelError::Bounds {
+            op: OP,
+            what,
+            value,
+            limit: slots,
+        });
+    }
+    parts.expect_shape(OP, "parts", &[slots, ANY])?;
+    let data = parts.f32_named(OP, "parts")?;
+    let mut used = vec![false; slots];
+    for &row in position {
+        let Some(used) = used.get_mut(row as usize) else {
+            return Err(KernelError::Bounds {
+                op: OP,
+                what: "position",
+                value: row as usize,
+                limit: slots,
+            });
+        };
+        if std::mem::replace(used, true) {
+            return Err(KernelError::Argument {
+                op: OP,
+                what: "position",
+                reason: "gives one row to two slots",
+            });
+        }
+    }
+    let (tokens, hidden) = (slots / routing.top_k, parts.dim(1));
+    Ok(combine(data, position, routing, (tokens, hidden)))
 }
 
 /// Slots sorted by expert (stable).
@@ -278,8 +335,22 @@ fn run_task(task: &mut Task<'_>, x: &[f32], experts: &ExpertWeights) {
     gemm_serial(&dense, 0, &down.packed, down.init(), task.out);
 }
 
-/// Adds the weighted expert outputs of tokens `first ..`.
+/// Weighted sums of the rows of `partial`, in slot order; `position` names the row of each slot.
 fn combine(
+    partial: &[f32],
+    position: &[u32],
+    routing: &Routing,
+    (tokens, hidden): (usize, usize),
+) -> Tensor {
+    let mut out = Recycled::stale(tokens * hidden);
+    par::rows(&mut out, hidden, hidden * routing.top_k, |first, out| {
+        combine_rows(first, out, partial, position, routing, hidden);
+    });
+    Tensor::output(&[tokens, hidden], out)
+}
+
+/// [`combine`] for the tokens `first ..` of a piece.
+fn combine_rows(
     first: usize,
     out: &mut [f32],
     partial: &[f32],

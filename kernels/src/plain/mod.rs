@@ -169,3 +169,24 @@ pub fn moe_experts(
     }
     tensor(&[rows, hidden], out)
 }
+
+/// `y[t] = sum over slots s of weight[t, s] * parts[position[t * top_k + s]]`; `[T, H]`.
+///
+/// `parts [T * top_k, H]` holds the unweighted expert output of one (token, slot) a row; `position` and
+/// `weights` `[T * top_k]` list the row and the weight of each (token, slot).
+#[must_use]
+pub fn moe_combine(parts: &Tensor, position: &[u32], weights: &[f32], top_k: usize) -> Tensor {
+    let hidden = parts.dim(1);
+    let parts = parts.to_f32_vec();
+    let mut out = Vec::new();
+    for (position, weights) in position.chunks(top_k).zip(weights.chunks(top_k)) {
+        for i in 0..hidden {
+            let mut sum = 0f64;
+            for (&row, &weight) in position.iter().zip(weights) {
+                sum += f64::from(weight) * f64::from(parts[row as usize * hidden + i]);
+            }
+            out.push(sum as f32);
+        }
+    }
+    tensor(&[position.len() / top_k, hidden], out)
+}
