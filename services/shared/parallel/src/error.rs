@@ -46,17 +46,6 @@ pub enum ParallelError {
         /// Sizes of all axes, outermost first.
         sizes: [usize; 5],
     },
-    /// The axis is understood but this build cannot run it.
-    #[error("plan axis {axis} = {got} is not implemented, only {axis} = 1 is")]
-    Unimplemented {
-        /// Name of the axis.
-        axis: Axis,
-        /// The size asked for.
-        got: usize,
-    },
-    /// Spreading experts over ranks is understood but this build cannot run it.
-    #[error("plan option ep is not implemented")]
-    ExpertParallelUnimplemented,
     /// The rank is not part of the mesh.
     #[error("rank {rank} is outside a mesh of {ranks} ranks")]
     RankOutOfRange {
@@ -163,17 +152,6 @@ pub enum ParallelError {
         /// What does not fit.
         problem: String,
     },
-}
-
-impl ParallelError {
-    /// True when the request is well formed and only this build lacks the feature.
-    #[must_use]
-    pub fn is_unimplemented(&self) -> bool {
-        matches!(
-            self,
-            Self::Unimplemented { .. } | Self::ExpertParallelUnimplemented
-        )
-    }
 }
 
 /// Refuses `got` outside `[min, max]`.

@@ -1,9 +1,8 @@
 //! How one model is spread over ranks: mesh and plan, who owns what, what ranks say to each other,
 //! and the context a rank runs in.
 //!
-//! Plans, ownership, sequence plans and expert placement are pure. The one backend here, `threads`,
-//! needs no runtime. Only the single-rank plan is runnable today ([`Plan::runnable`]): every larger
-//! one is refused by name, so that a plan is never half obeyed.
+//! Plans, ownership, sequence plans and expert placement are pure. The backend `threads` needs no
+//! runtime.
 #![forbid(unsafe_code)]
 
 mod axes;
@@ -13,9 +12,11 @@ pub mod conformance;
 mod context;
 pub mod eplb;
 mod error;
+mod experts;
 mod mesh;
 mod ownership;
 mod plan;
+mod sequence;
 mod shape;
 pub mod sp_plan;
 mod ulysses;
@@ -24,8 +25,10 @@ pub use axes::{Axis, AxisSet};
 pub use collective::{Collective, MAX_IN_FLIGHT, Moved, Op, Pending, Traffic, wire};
 pub use context::{Device, RankContext};
 pub use error::ParallelError;
+pub use experts::{ExpertDispatch, ExpertWork};
 pub use mesh::{Group, MAX_AXIS, MAX_RANKS, Mesh};
 pub use ownership::{HeadShard, TokenShards, even_range, gate_up_rows, near_even_range};
-pub use plan::{GUIDANCE_ROWS, Plan, Rule};
+pub use plan::{GUIDANCE_ROWS, Plan, RingPrefix, Rule, SharedExpert};
+pub use sequence::{SequenceShards, TokenOrder};
 pub use shape::{LayerShape, ModelShape};
-pub use ulysses::HeadExchange;
+pub use ulysses::{ByHead, ExchangeRow, HeadExchange};

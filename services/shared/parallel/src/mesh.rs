@@ -67,6 +67,13 @@ impl Mesh {
         axes.axes().map(|axis| self.size(axis)).product()
     }
 
+    /// The factors of `axes` that have more than one rank.
+    #[must_use]
+    pub fn used(&self, axes: AxisSet) -> AxisSet {
+        let used = axes.axes().filter(|&axis| self.size(axis) > 1);
+        AxisSet::of(&used.collect::<Vec<_>>())
+    }
+
     /// Ranks in the whole mesh.
     #[must_use]
     pub fn ranks(&self) -> usize {

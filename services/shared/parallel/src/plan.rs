@@ -26,6 +26,32 @@ pub struct Plan {
     /// Axes over which whole experts are spread. Axes left out replicate the experts, except `tp`,
     /// which then splits their inner width.
     pub ep: AxisSet,
+    /// What `tp` does with the shared expert.
+    pub shared_expert: SharedExpert,
+    /// What `ring` does with the keys and values of prefixes.
+    pub ring_prefix: RingPrefix,
+}
+
+/// The shared expert over tensor-parallel ranks.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SharedExpert {
+    /// Each rank has a part of its inner width.
+    #[default]
+    Split,
+    /// Each rank has all of it: more memory, and no sum where experts are spread over `tp`.
+    Replicated,
+}
+
+/// Prefix keys and values over the ranks of a ring.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RingPrefix {
+    /// Each rank has those of all tokens; only fresh keys travel.
+    #[default]
+    Replicated,
+    /// Each rank has those of its tokens; they travel with the fresh ones in every layer.
+    Sharded,
 }
 
 /// What a plan demands of a model or a request.
@@ -99,6 +125,8 @@ impl Default for Plan {
             ulysses: 1,
             tp: 1,
             ep: AxisSet::EMPTY,
+            shared_expert: SharedExpert::Split,
+            ring_prefix: RingPrefix::Replicated,
         }
     }
 }
@@ -189,7 +217,7 @@ impl Plan {
             let even = l.expert_inner % splits == 0;
             demand(even, tp, Rule::ExpertInner { layer }, inner)?;
             let inner = l.shared_inner.unwrap_or(0);
-            let even = inner % self.tp == 0;
+            let even = inner % self.tp == 0 || self.shared_expert == SharedExpert::Replicated;
             demand(even, tp, Rule::SharedInner { layer }, (self.tp, inner))?;
         }
         let (cfg, axis) = (self.cfg, AxisSet::from(Axis::Cfg));
@@ -249,22 +277,22 @@ impl Plan {
         demand(two_rows, Axis::Cfg.into(), Rule::GuidanceOff, (self.cfg, 1))
     }
 
-    /// Checks that this build can run the plan: today only one rank.
+    /// The products of axes along which the ranks of this plan talk, each of more than one rank, in the
+    /// order in which every rank joins them.
     ///
     /// # Errors
-    /// Those of [`Mesh::new`], [`ParallelError::Unimplemented`] naming the first axis larger than
-    /// one, [`ParallelError::ExpertParallelUnimplemented`].
-    pub fn runnable(&self) -> Result<Mesh, ParallelError> {
+    /// Those of [`Mesh::new`].
+    pub fn groups(&self) -> Result<Vec<AxisSet>, ParallelError> {
         let mesh = self.mesh()?;
-        for (axis, got) in Axis::ALL.into_iter().zip(self.sizes()) {
-            if got != 1 {
-                return Err(ParallelError::Unimplemented { axis, got });
+        let axes = Axis::ALL.into_iter().map(AxisSet::from);
+        let mut groups = Vec::new();
+        for set in axes.chain([AxisSet::SEQUENCE, self.ep]) {
+            let used = mesh.used(set);
+            if !used.is_empty() && !groups.contains(&used) {
+                groups.push(used);
             }
         }
-        if !self.ep.is_empty() {
-            return Err(ParallelError::ExpertParallelUnimplemented);
-        }
-        Ok(mesh)
+        Ok(groups)
     }
 }
 

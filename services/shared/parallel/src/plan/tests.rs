@@ -11,19 +11,19 @@ fn refusal(plan: Plan, shape: &ModelShape) -> String {
 }
 
 #[test]
-fn only_the_single_rank_plan_is_runnable() {
-    assert_eq!(Plan::default().runnable().unwrap(), Mesh::single());
-    for axis in Axis::ALL {
-        let error = with(axis, 2).runnable().unwrap_err();
-        assert_eq!(error, ParallelError::Unimplemented { axis, got: 2 });
-        assert!(error.is_unimplemented() && error.to_string().contains(axis.name()));
-    }
+fn ranks_talk_along_the_axes_that_have_ranks() {
+    assert_eq!(Plan::default().groups().unwrap(), []);
     let plan = Plan {
-        ep: AxisSet::HEADS,
+        cfg: 2,
+        ulysses: 2,
+        ep: AxisSet::EXPERTS,
         ..Plan::default()
     };
-    let error = plan.runnable().unwrap_err();
-    assert!(error.is_unimplemented() && error.to_string().contains("ep"));
+    let both = AxisSet::of(&[Axis::Cfg, Axis::Ulysses]);
+    assert_eq!(
+        plan.groups().unwrap(),
+        [Axis::Cfg.into(), Axis::Ulysses.into(), both]
+    );
 }
 
 #[test]
@@ -198,6 +198,7 @@ fn legal_plans_are_those_that_validate_and_no_others() {
                         ulysses,
                         tp,
                         ep,
+                        ..Plan::default()
                     };
                     let all = plan.sizes().iter().product::<usize>() == ranks;
                     let used = ep.axes().all(|a| plan.sizes()[a as usize] > 1);

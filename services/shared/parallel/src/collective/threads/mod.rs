@@ -13,7 +13,7 @@ use std::{
 
 pub use group::ThreadGroup;
 
-use crate::{AxisSet, Mesh, ParallelError};
+use crate::{AxisSet, Collective, Device, Mesh, ParallelError, Plan, RankContext};
 use state::Shared;
 
 /// Locks whatever a panicking rank left behind: its group fails by its absence instead.
@@ -87,6 +87,35 @@ impl ThreadWorld {
 pub fn group(size: usize, timeout: Duration) -> Result<Vec<ThreadGroup>, ParallelError> {
     let mesh = Mesh::new([1, 1, 1, 1, size])?;
     ThreadWorld::new(mesh, timeout).groups(AxisSet::ALL)
+}
+
+/// Every rank of a plan as a thread of this process, in rank order.
+///
+/// # Errors
+/// Those of [`Mesh::new`] for the plan's sizes.
+pub fn contexts(plan: &Plan, timeout: Duration) -> Result<Vec<RankContext>, ParallelError> {
+    let mesh = plan.mesh()?;
+    let world = ThreadWorld::new(mesh, timeout);
+    let mut ends = Vec::new();
+    for axes in plan.groups()? {
+        let group = world.groups(axes)?.into_iter();
+        ends.push(
+            group
+                .map(|end| Some(Arc::new(end) as Arc<dyn Collective>))
+                .collect::<Vec<_>>(),
+        );
+    }
+    let context = |rank: usize| {
+        let mut of_rank = ends.iter_mut().map(|group| group.get_mut(rank)?.take());
+        RankContext::connect(plan, rank, Device::Cpu, &mut |_| {
+            let end = of_rank.next().flatten();
+            end.ok_or(ParallelError::RankOutOfRange {
+                rank,
+                ranks: mesh.ranks(),
+            })
+        })
+    };
+    (0..mesh.ranks()).map(context).collect()
 }
 
 #[cfg(test)]
