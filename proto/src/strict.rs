@@ -233,6 +233,7 @@ mod tests {
             template: "instruct".into(),
             system_prompt: "be kind".into(),
             n: 1,
+            quality: 3,
         }
     }
 

@@ -82,6 +82,15 @@ fn accepted(request: &GenerateRequest) -> Accepted {
         steps: 2,
         guidance: 5.0,
         cost: 2,
+        ..Accepted::default()
+    }
+}
+
+fn step(step: u32) -> StepDone {
+    StepDone {
+        step,
+        steps: 2,
+        index: 0,
     }
 }
 
@@ -95,7 +104,7 @@ async fn act(request: GenerateRequest, sender: Sender) {
         }),
     )
     .await;
-    send(&sender, Event::Step(StepDone { step: 1, steps: 2 })).await;
+    send(&sender, Event::Step(step(1))).await;
     match request.prompt.as_str() {
         "cut" => return,
         "slow" => return sender.closed().await,
@@ -106,12 +115,13 @@ async fn act(request: GenerateRequest, sender: Sender) {
         }
         _ => {}
     }
-    send(&sender, Event::Step(StepDone { step: 2, steps: 2 })).await;
+    send(&sender, Event::Step(step(2))).await;
     let image = Image {
         index: 0,
         width: 256,
         height: 192,
         png: PNG.to_vec(),
+        ..Image::default()
     };
     send(&sender, Event::Image(image)).await;
     let timings = Timings {
@@ -123,6 +133,7 @@ async fn act(request: GenerateRequest, sender: Sender) {
         &sender,
         Event::Done(Done {
             timings: Some(timings),
+            ..Done::default()
         }),
     )
     .await;

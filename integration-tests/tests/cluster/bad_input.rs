@@ -41,7 +41,7 @@ const CASES: [(&str, &str, Spoil); 20] = [
         "a/b".clone_into(&mut r.request_id)
     }),
     ("size policy", "size_policy", |r| r.size_policy = 9),
-    ("two images", "n", |r| r.n = 2),
+    ("eleven images", "n", |r| r.n = 11),
 ];
 
 #[tokio::test]

@@ -87,6 +87,7 @@ fn request(args: &GenerateArgs, id: &RequestId) -> tonic::Request<GenerateReques
         template: args.template.clone(),
         system_prompt: args.system_prompt.clone(),
         n: 1,
+        ..GenerateRequest::default()
     });
     request.set_timeout(deadline(args));
     request

@@ -96,7 +96,7 @@ async fn bad_input_is_named_reaches_no_stage_and_the_next_request_works() {
         ("guidance", |r| r.guidance = Some(-3.0)),
         ("guidance", |r| r.guidance = Some(1e9)),
         ("seed", |r| r.seed = Some(1 << 63)),
-        ("n", |r| r.n = 4),
+        ("n", |r| r.n = 11),
     ];
     for (field, change) in cases {
         let mut bad = request("bad");

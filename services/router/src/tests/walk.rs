@@ -1,12 +1,13 @@
 //! Requests that end in an image.
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
+use base::{Code, Failure};
 use proto::v1::{generate_response::Event, get_response::State};
 use registry::Role;
 
 use super::{
     Cluster, accepted,
-    fake::{self, Script, away},
+    fake::{self, Act, Script, away},
     request,
 };
 
@@ -174,4 +175,70 @@ async fn equals_share_the_work() {
         dits.iter().map(Script::calls).collect::<HashSet<_>>(),
         HashSet::from([1])
     );
+}
+
+#[tokio::test]
+async fn images_of_one_request_share_one_prefix_and_take_their_seeds_in_order() {
+    let cluster = Cluster::start().await;
+    let (ar, dit) = (Script::new([]), Script::new([]));
+    let _ar = fake::join(&cluster, Role::ArStage, "ar", &ar).await;
+    let _dit = fake::join(&cluster, Role::DitWorker, "dit", &dit).await;
+    let mut four = request("four");
+    four.n = 4;
+    let (events, error) = cluster.run(four).await;
+    assert!(error.is_none(), "{error:?}");
+    assert_eq!((ar.calls(), dit.calls()), (1, 4));
+    assert_eq!(accepted(&events).cost, 4 * 3 * 2 * 16);
+    let images: HashMap<u32, &proto::v1::Image> = events
+        .iter()
+        .filter_map(|event| match event {
+            Event::Image(image) => Some((image.index, image)),
+            _ => None,
+        })
+        .collect();
+    for index in 0..4 {
+        let image = images[&index];
+        let seed = 7 + u64::from(index);
+        assert_eq!((image.seed, image.worker.as_str()), (seed, "dit"));
+        assert_eq!(image.png, seed.to_le_bytes());
+        let steps: Vec<_> = events
+            .iter()
+            .filter_map(|event| match event {
+                Event::Step(step) if step.index == index => Some(step.step),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(steps, [1, 2, 3], "image {index}");
+    }
+    let Some(Event::Done(done)) = events.last() else {
+        panic!("done comes last")
+    };
+    assert_eq!(done.ar_stage, "ar");
+    let timings = done.timings.as_ref().unwrap();
+    assert_eq!((timings.transfer_ms, timings.denoise_ms), (2.0 + 3.0, 5.0));
+    assert_eq!(
+        (timings.transport.as_str(), timings.transfer_bytes),
+        ("posix", 4 * 4_096)
+    );
+}
+
+#[tokio::test]
+async fn when_one_image_fails_the_whole_request_does_and_the_others_are_dropped() {
+    let cluster = Cluster::start().await;
+    let broken = Failure::new(Code::Internal, "out of colours");
+    let (ar, dit) = (Script::new([]), Script::new([]));
+    *dit.acts.lock().unwrap() = [Act::Hang, Act::Refuse(broken), Act::Hang].into();
+    let _ar = fake::join(&cluster, Role::ArStage, "ar", &ar).await;
+    let _dit = fake::join(&cluster, Role::DitWorker, "dit", &dit).await;
+    let mut three = request("three");
+    three.n = 3;
+    let (events, error) = cluster.run(three).await;
+    let error = proto::status::failure(&error.unwrap());
+    assert_eq!(
+        (error.code, error.message.as_str()),
+        (Code::Internal, "out of colours")
+    );
+    assert!(!events.iter().any(|event| matches!(event, Event::Image(_))));
+    dit.dropped().await;
+    assert_eq!(cluster.state("three").await, State::Failed);
 }

@@ -16,7 +16,7 @@ pub const MAX_GUIDANCE: f64 = 100.0;
 /// Largest seed.
 pub const MAX_SEED: u64 = i64::MAX as u64;
 /// Images one request may ask for.
-pub const MAX_IMAGES: u32 = 1;
+pub const MAX_IMAGES: u32 = 10;
 
 /// Largest request message a server decodes, in bytes. Far above two prompts of 4-byte characters,
 /// so that a prompt that is too long is still read and blamed by name.

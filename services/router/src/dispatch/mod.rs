@@ -1,14 +1,14 @@
 //! The walk of one request: wait for its turn, prefill, denoise, answer. Every wait is under the
 //! request's deadline, and dropping the walk drops the stages' streams, which cancels their work.
+mod denoise;
+
 use std::{collections::HashSet, sync::Arc, time::Instant};
 
-use base::{Code, Deadline, Failure, Fault as _, clock, limits::MAX_RESPONSE_BYTES};
+use base::{Code, Deadline, Failure, Fault as _, clock};
 use proto::v1::{
-    DenoiseDone, DenoiseImage, DenoiseRequest, DenoiseStarted, Done, GenerateResponse, Image,
-    PrefillDone, PrefillRequest, PrefixRow, Queued, StepDone, TextDelta, Timings,
-    ar_stage_service_client::ArStageServiceClient, denoise_response::Event as Denoised,
-    dit_worker_service_client::DitWorkerServiceClient, generate_response::Event,
-    get_response::State, prefill_response::Event as Prefilled, prefix_row::Kind,
+    Done, GenerateResponse, PrefillDone, PrefillRequest, PrefixRow, Queued, TextDelta, Timings,
+    ar_stage_service_client::ArStageServiceClient, generate_response::Event, get_response::State,
+    prefill_response::Event as Prefilled, prefix_row::Kind,
 };
 use registry::Role;
 use telemetry::names;
@@ -43,6 +43,16 @@ struct Lost {
     error: RouterError,
     /// The client has seen a result of it: repeating it would tell the same twice.
     begun: bool,
+}
+
+/// What the AR stage has published for a request: one prefix for all of its images.
+struct Prefix {
+    done: PrefillDone,
+    held: Held,
+    /// Of the row with the prompt.
+    tokens: u32,
+    /// Member that computed it.
+    stage: String,
 }
 
 /// The members of one role that were asked so far.
@@ -104,28 +114,33 @@ impl Walk {
         timings.queue_ms = seat.started().await;
         job.set_state(State::Prefill);
         // From here to the end of the walk, however it ends, the prefixes are kept.
-        let (prefilled, held) = self.prefill().await?;
-        timings.prefill_ms = prefilled.prefill_ms;
-        timings.transfer_ms = prefilled.publish_ms;
+        let prefix = self.prefill().await?;
+        timings.prefill_ms = prefix.done.prefill_ms;
         job.set_state(State::Denoise);
-        let ended = self.denoise(&prefilled.rows, &held, job).await?;
-        timings.transfer_ms += ended.started.transfer_ms;
-        timings.transfer_bytes = ended.started.transfer_bytes;
-        timings.transport = ended.started.transport;
-        timings.denoise_ms = ended.done.denoise_ms;
-        timings.decode_ms = ended.done.decode_ms;
+        self.denoise(&prefix, job, &mut timings).await?;
+        timings.transfer_ms += prefix.done.publish_ms;
         timings.total_ms = clock::millis_since(self.accepted_at);
         Ok(response(Event::Done(Done {
             timings: Some(timings),
+            ar_stage: prefix.stage,
+            prefix_tokens: prefix.tokens,
         })))
     }
 
-    async fn prefill(&self) -> Result<(PrefillDone, Held), RouterError> {
+    async fn prefill(&self) -> Result<Prefix, RouterError> {
         let mut tries = Tries::new(Role::ArStage);
         loop {
             let assignment = self.assign(&mut tries).await?;
             match self.prefill_once(&assignment).await {
-                Ok(done) => return Ok(done),
+                Ok((done, held)) => {
+                    let cond = done.rows.first().and_then(|row| row.prefix.as_ref());
+                    return Ok(Prefix {
+                        tokens: cond.map_or(0, |prefix| prefix.tokens),
+                        stage: assignment.member_id.clone(),
+                        done,
+                        held,
+                    });
+                }
                 Err(lost) => tries.again(lost, &assignment)?,
             }
         }
@@ -176,133 +191,6 @@ impl Walk {
             error: protocol(Role::ArStage, "ended without a result"),
             begun,
         })
-    }
-
-    async fn denoise(
-        &self,
-        rows: &[PrefixRow],
-        held: &Held,
-        job: &JobHandle,
-    ) -> Result<Ended, RouterError> {
-        let mut tries = Tries::new(Role::DitWorker);
-        loop {
-            let assignment = self.assign(&mut tries).await?;
-            match self.denoise_once(&assignment, rows, held, job).await {
-                Ok(ended) => return Ok(ended),
-                Err(lost) => tries.again(lost, &assignment)?,
-            }
-        }
-    }
-
-    async fn denoise_once(
-        &self,
-        assignment: &Assignment,
-        rows: &[PrefixRow],
-        held: &Held,
-        job: &JobHandle,
-    ) -> Result<Ended, Lost> {
-        let mut progress = Progress::default();
-        let lost = |status: &Status, begun| Lost {
-            error: stage_error(Role::DitWorker, assignment, status),
-            begun,
-        };
-        let mut client = DitWorkerServiceClient::new(assignment.channel.clone())
-            .max_decoding_message_size(MAX_RESPONSE_BYTES);
-        let call = client.denoise(self.timed(self.denoise_request(assignment.epoch, rows)));
-        let mut stream = call
-            .await
-            .map_err(|status| lost(&status, false))?
-            .into_inner();
-        loop {
-            let message = tokio::select! {
-                message = stream.message() => {
-                    message.map_err(|status| lost(&status, progress.begun))?
-                }
-                // Once fetched, the worker needs the pool no more.
-                error = held.lost(), if !progress.fetched => {
-                    return Err(Lost { error, begun: progress.begun });
-                }
-            };
-            let Some(message) = message else {
-                let error = protocol(Role::DitWorker, "ended without a result");
-                return Err(Lost {
-                    error,
-                    begun: progress.begun,
-                });
-            };
-            let Some(event) = message.event else { continue };
-            let step = self.follow(event, &mut progress, job).await;
-            match step {
-                Ok(None) => {}
-                Ok(Some(done)) => {
-                    return Ok(Ended {
-                        started: progress.started,
-                        done,
-                    });
-                }
-                Err(error) => {
-                    return Err(Lost {
-                        error,
-                        begun: progress.begun,
-                    });
-                }
-            }
-        }
-    }
-
-    /// One event of the denoiser. `Some`: it was the last.
-    async fn follow(
-        &self,
-        event: Denoised,
-        progress: &mut Progress,
-        job: &JobHandle,
-    ) -> Result<Option<DenoiseDone>, RouterError> {
-        match event {
-            Denoised::Queued(queued) => {
-                let stage = role_name(Role::DitWorker).to_owned();
-                self.send(Event::Queued(Queued {
-                    ahead: queued.ahead,
-                    stage,
-                }))
-                .await?;
-            }
-            Denoised::Started(started) => {
-                progress.started = started;
-                progress.fetched = true;
-            }
-            Denoised::Step(step) => {
-                progress.begun = true;
-                if step.step != progress.step + 1 || step.step > self.request.steps {
-                    return Err(protocol(Role::DitWorker, "counted its steps wrongly"));
-                }
-                progress.step = step.step;
-                job.set_step(step.step);
-                let steps = self.request.steps;
-                self.send(Event::Step(StepDone {
-                    step: step.step,
-                    steps,
-                }))
-                .await?;
-            }
-            Denoised::Image(image) => {
-                progress.begun = true;
-                self.check_image(&image, progress)?;
-                progress.image = true;
-                let DenoiseImage { width, height, png } = image;
-                self.send(Event::Image(Image {
-                    index: 0,
-                    width,
-                    height,
-                    png,
-                }))
-                .await?;
-            }
-            Denoised::Done(_) if !progress.image => {
-                return Err(protocol(Role::DitWorker, "finished without an image"));
-            }
-            Denoised::Done(done) => return Ok(Some(done)),
-        }
-        Ok(None)
     }
 
     async fn assign(&self, tries: &mut Tries) -> Result<Assignment, RouterError> {
@@ -360,21 +248,6 @@ impl Walk {
         }
     }
 
-    fn denoise_request(&self, epoch: u64, rows: &[PrefixRow]) -> DenoiseRequest {
-        let request = &self.request;
-        DenoiseRequest {
-            request_id: request.request_id.to_string(),
-            epoch,
-            weights_id: request.weights_id.clone(),
-            rows: rows.to_vec(),
-            height: request.size.height,
-            width: request.size.width,
-            steps: request.steps,
-            guidance: request.guidance,
-            seed: request.seed,
-        }
-    }
-
     /// Takes the leases over, those of rows that turn out wrong as well, so that they are released.
     fn take_rows(&self, rows: &mut [PrefixRow]) -> Result<Held, RouterError> {
         let context = &self.context;
@@ -406,34 +279,6 @@ impl Walk {
             ))
         }
     }
-
-    fn check_image(&self, image: &DenoiseImage, progress: &Progress) -> Result<(), RouterError> {
-        let size = self.request.size;
-        if progress.image || progress.step != self.request.steps {
-            return Err(protocol(Role::DitWorker, "sent an image at the wrong time"));
-        }
-        if (image.width, image.height) != (size.width, size.height) || image.png.is_empty() {
-            return Err(protocol(Role::DitWorker, "made an image of another size"));
-        }
-        Ok(())
-    }
-}
-
-/// What the denoiser has told so far.
-#[derive(Debug, Default)]
-struct Progress {
-    started: DenoiseStarted,
-    /// The worker has its prefixes.
-    fetched: bool,
-    step: u32,
-    image: bool,
-    begun: bool,
-}
-
-/// What the denoiser told in all.
-struct Ended {
-    started: DenoiseStarted,
-    done: DenoiseDone,
 }
 
 fn response(event: Event) -> GenerateResponse {
