@@ -24,10 +24,13 @@ as_root() {
 }
 
 # Installs what is missing, and asks for nothing when nothing is.
-install_packages() {
+install_packages() { need_packages "${NEEDED[@]}"; }
+
+# need_packages COMMAND:PACKAGE...: installs the packages whose command is missing; without a command, in any case.
+need_packages() {
     local missing=() pair
-    for pair in "${NEEDED[@]}"; do
-        command -v "${pair%%:*}" >/dev/null || missing+=("${pair##*:}")
+    for pair in "$@"; do
+        [ -n "${pair%%:*}" ] && command -v "${pair%%:*}" >/dev/null || missing+=("${pair##*:}")
     done
     [ "${#missing[@]}" -gt 0 ] || return 0
     command -v apt-get >/dev/null ||

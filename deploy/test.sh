@@ -45,6 +45,7 @@ OMNI_BIN_DIR="$(target_directory)/debug"
 OMNI_BIN="$OMNI_BIN_DIR/omni"
 export OMNI_BIN_DIR OMNI_BIN
 step "tests" cargo test --locked --workspace --no-fail-fast
+step "chart" bash deploy/chart-test/run.sh
 
 if command -v cargo-deny >/dev/null; then
     step "licences and advisories" cargo deny --locked check

@@ -1,0 +1,197 @@
+{{/* Names, labels and the small pieces that every workload shares. */}}
+
+{{- define "omni.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "omni.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := include "omni.name" . -}}
+{{- ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Labels that never change: selectors are made of these. Argument: root, component, pool (may be empty). */}}
+{{- define "omni.selector" -}}
+app.kubernetes.io/name: {{ include "omni.name" .root }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- with .pool }}
+omni/pool: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{- define "omni.labels" -}}
+{{ include "omni.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: omni
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{- define "omni.image" -}}
+{{- $i := .Values.image -}}
+{{- if $i.digest -}}
+{{ $i.repository }}@{{ $i.digest }}
+{{- else -}}
+{{ $i.repository }}:{{ default .Chart.AppVersion $i.tag }}
+{{- end -}}
+{{- end -}}
+
+{{- define "omni.serviceAccount" -}}
+{{- $s := .Values.serviceAccount -}}
+{{- ternary (default (include "omni.fullname" .) $s.name) (default "default" $s.name) $s.create -}}
+{{- end -}}
+
+{{- define "omni.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ .Values.security.user }}
+runAsGroup: {{ .Values.security.group }}
+fsGroup: {{ .Values.security.group }}
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{/* Argument: whether this container registers memory with an RDMA device. */}}
+{{- define "omni.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+runAsNonRoot: true
+capabilities:
+  drop: [ALL]
+  {{- if . }}
+  # Registered memory is locked memory.
+  add: [IPC_LOCK]
+  {{- end }}
+{{- end -}}
+
+{{/* Address that others connect to, for a port. Argument: root, port. */}}
+{{- define "omni.advertise" -}}
+{{- $host := ternary "[$(POD_IP)]" "$(POD_IP)" (eq .root.Values.network.ipFamily "IPv6") -}}
+{{ include "omni.scheme" .root }}://{{ $host }}:{{ .port }}
+{{- end -}}
+
+{{- define "omni.listen" -}}
+{{ ternary "[::]" "0.0.0.0" (eq .root.Values.network.ipFamily "IPv6") }}:{{ .port }}
+{{- end -}}
+
+{{- define "omni.scheme" -}}
+{{ ternary "http" "https" (eq .Values.tls.mode "none") }}
+{{- end -}}
+
+{{- define "omni.binary" -}}
+{{ .Files.Get "files/binary.yaml" }}
+{{- end -}}
+
+{{/*
+The environment of a role from a map of settings. A setting that the binary does not have ends the rendering.
+Argument: root, role, settings (key to value), field (the value to name in the message).
+*/}}
+{{- define "omni.env" -}}
+{{- $known := index (include "omni.binary" .root | fromYaml).settings .role -}}
+{{- $role := .role -}}
+{{- range $key, $value := .settings }}
+{{- if not (has $key $known) }}
+{{- fail (printf "omni %s of this version has no setting %s" $role $key) }}
+{{- end }}
+- name: OMNI_{{ upper $key }}
+  value: {{ $value | toString | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* What every role sets. Argument: root, ports (grpc, admin), pool. */}}
+{{- define "omni.commonSettings" -}}
+listen: {{ include "omni.listen" (dict "root" .root "port" .ports.grpc) | quote }}
+admin_listen: {{ include "omni.listen" (dict "root" .root "port" .ports.admin) | quote }}
+advertise: {{ include "omni.advertise" (dict "root" .root "port" .ports.grpc) | quote }}
+pool: {{ .pool }}
+log_level: {{ .root.Values.log.level | quote }}
+log_format: {{ .root.Values.log.format }}
+{{- if ne .root.Values.tls.mode "none" }}
+tls_cert: /etc/omni/tls/tls.crt
+tls_key: /etc/omni/tls/tls.key
+tls_ca: /etc/omni/tls/ca.crt
+{{- end }}
+{{- end -}}
+
+{{/* Where the members of a pool find the registry. */}}
+{{- define "omni.registry" -}}
+{{- if eq .Values.registry.kind "etcd" -}}
+etcd://{{ include "omni.etcdEndpoints" . }}
+{{- else -}}
+{{ include "omni.scheme" . }}://{{ include "omni.fullname" . }}-router-internal.{{ .Release.Namespace }}.svc:7600
+{{- end -}}
+{{- end -}}
+
+{{- define "omni.etcdEndpoints" -}}
+{{- if .Values.registry.etcd.install -}}
+{{ include "omni.fullname" . }}-etcd.{{ .Release.Namespace }}.svc:2379
+{{- else -}}
+{{ join "," .Values.registry.etcd.endpoints }}
+{{- end -}}
+{{- end -}}
+
+{{/* Ports of a role. */}}
+{{- define "omni.ports" -}}
+router: {grpc: 7600, admin: 9600}
+kv: {grpc: 7601, admin: 9601}
+ar: {grpc: 7602, admin: 9602}
+dit: {grpc: 7603, admin: 9603}
+{{- end -}}
+
+{{/* Name of the binary's role. */}}
+{{- define "omni.role" -}}
+{{ index (dict "router" "router" "kv" "kv-transfer" "ar" "ar-stage" "dit" "dit-worker") . }}
+{{- end -}}
+
+{{/*
+Seconds between the wish to stop a pod and its end: leave the endpoints, finish the longest request, close.
+Argument: root, preStopSeconds.
+*/}}
+{{- define "omni.grace" -}}
+{{ add .preStopSeconds .root.Values.requests.longestSeconds .root.Values.requests.marginSeconds }}
+{{- end -}}
+
+{{/* Liveness never asks about anything outside the process. Argument: port name. */}}
+{{- define "omni.probes" -}}
+readinessProbe:
+  httpGet: {path: /readyz, port: {{ . }}}
+  periodSeconds: 5
+  timeoutSeconds: 2
+  failureThreshold: 2
+livenessProbe:
+  httpGet: {path: /livez, port: {{ . }}}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
+{{- end -}}
+
+{{/* Placement of pods. Argument: root, spec (nodeSelector, tolerations, ...), selector (text). */}}
+{{- define "omni.placement" -}}
+{{- with .spec.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .spec.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .spec.affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .spec.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- $selector := .selector }}
+{{- with .spec.topologySpread }}
+topologySpreadConstraints:
+  {{- range . }}
+  - maxSkew: {{ .maxSkew }}
+    topologyKey: {{ .topologyKey }}
+    whenUnsatisfiable: {{ .whenUnsatisfiable }}
+    labelSelector:
+      matchLabels: {{- $selector | nindent 8 }}
+  {{- end }}
+{{- end }}
+{{- end -}}
