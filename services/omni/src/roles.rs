@@ -11,7 +11,7 @@ use kv_transfer::{
     ClientConfig, Host, ServiceConfig,
     engine::{EngineConfig, Transport},
 };
-use registry::Backend;
+use registry::{Backend, EtcdConfig, EtcdTls, EtcdUser, RegistryError};
 use router::{RouterConfig, admission::Limits};
 use stage::HostConfig;
 use telemetry::Metrics;
@@ -26,6 +26,8 @@ use crate::{
 
 /// Most compute threads a process may be told to use.
 const MAX_THREADS: usize = 1024;
+/// Cluster that a process joins when none is named.
+const DEFAULT_CLUSTER: &str = "default";
 
 /// A role with everything it needs, parsed and checked; no port is open yet.
 #[derive(Debug)]
@@ -150,7 +152,10 @@ fn router_config(settings: &Settings) -> Result<RouterConfig, OmniError> {
         advertise: advertise(settings)?,
         admin_listen: Some(settings.socket("admin_listen")?.to_string()),
         registry: match settings.text("registry")? {
-            "embedded" => Backend::Embedded,
+            "embedded" => {
+                etcd_settings_unset(settings)?;
+                Backend::Embedded
+            }
             _ => backend(settings)?,
         },
         limits: Limits {
@@ -187,20 +192,68 @@ fn advertise(settings: &Settings) -> Result<Option<String>, OmniError> {
     }
 }
 
-/// A router's address, or the name of a backend that this version does not have.
+/// A router's address, or an etcd cluster with what else is needed to use it.
 fn backend(settings: &Settings) -> Result<Backend, OmniError> {
-    let text = settings.text("registry")?;
-    if text == "etcd" || text.starts_with("etcd://") {
-        let backend = Backend::Etcd {
-            endpoints: vec![text.to_owned()],
-        };
-        return registry::open(&backend)
-            .map(|_| backend)
-            .map_err(|error| OmniError::of(&error));
+    if !settings.text("registry")?.starts_with("etcd") {
+        etcd_settings_unset(settings)?;
+        return Ok(Backend::Remote {
+            endpoint: settings.url("registry")?,
+        });
     }
-    Ok(Backend::Remote {
-        endpoint: settings.url("registry")?,
-    })
+    let named = |error: RegistryError| OmniError::Config(error.to_string());
+    let mut config = EtcdConfig::parse(settings.text("registry")?).map_err(named)?;
+    settings.text("cluster")?.clone_into(&mut config.cluster);
+    let path = |key| settings.get(key).map(PathBuf::from);
+    let pair = |first, second| match (path(first), path(second)) {
+        (Some(one), Some(two)) => Ok(Some((one, two))),
+        (None, None) => Ok(None),
+        (one, _) => {
+            let (given, other) = if one.is_some() {
+                (first, second)
+            } else {
+                (second, first)
+            };
+            Err(OmniError::Config(format!("{given} needs {other} as well")))
+        }
+    };
+    let identity = pair("registry_cert", "registry_key")?;
+    config.tls = match (path("registry_ca"), identity) {
+        (Some(ca), identity) => Some(EtcdTls { ca, identity }),
+        (None, None) => None,
+        (None, Some(_)) => {
+            let text = "registry_cert needs registry_ca as well".to_owned();
+            return Err(OmniError::Config(text));
+        }
+    };
+    config.user =
+        pair("registry_user", "registry_password_file")?.map(|(name, password_file)| EtcdUser {
+            name: name.display().to_string(),
+            password_file,
+        });
+    config.validate().map_err(named)?;
+    Ok(Backend::Etcd(config))
+}
+
+/// What only etcd understands is not dropped quietly.
+fn etcd_settings_unset(settings: &Settings) -> Result<(), OmniError> {
+    let only_etcd = [
+        "registry_ca",
+        "registry_cert",
+        "registry_key",
+        "registry_user",
+        "registry_password_file",
+    ];
+    let given = only_etcd
+        .into_iter()
+        .find(|key| settings.get(key).is_some());
+    let named = (settings.text("cluster")? != DEFAULT_CLUSTER).then_some("cluster");
+    match given.or(named) {
+        Some(key) => Err(OmniError::Config(format!(
+            "{key} belongs to an etcd registry, and registry is {:?}",
+            settings.text("registry")?
+        ))),
+        None => Ok(()),
+    }
 }
 
 fn engine(settings: &Settings) -> Result<EngineConfig, OmniError> {

@@ -1,5 +1,7 @@
 //! `AdminService`: what operators ask.
-use base::{BuildInfo, Code, Failure, limits::MAX_REQUEST_BYTES};
+use std::sync::Arc;
+
+use base::{BuildInfo, limits::MAX_REQUEST_BYTES};
 use proto::{
     status::status,
     v1::{
@@ -8,7 +10,7 @@ use proto::{
         admin_service_server::{AdminService, AdminServiceServer},
     },
 };
-use registry::{Embedded, Snapshots};
+use registry::{Registry, Snapshots};
 use tonic::{Request, Response, Status};
 
 /// The service.
@@ -16,8 +18,8 @@ use tonic::{Request, Response, Status};
 pub(crate) struct Admin {
     pub(crate) build: BuildInfo,
     pub(crate) snapshots: Snapshots,
-    /// Drains go through the registry that this process owns.
-    pub(crate) embedded: Option<Embedded>,
+    /// Drains go through it, wherever it is.
+    pub(crate) registry: Arc<dyn Registry>,
 }
 
 /// Ready to be added to routes.
@@ -60,11 +62,7 @@ impl AdminService for Admin {
         request: Request<DrainRequest>,
     ) -> Result<Response<DrainResponse>, Status> {
         let member_id = request.into_inner().member_id;
-        let Some(embedded) = &self.embedded else {
-            let message = "this router does not own the registry: drain at the one that does";
-            return Err(status(&Failure::new(Code::Unimplemented, message)));
-        };
-        let drained = embedded.drain(&member_id);
+        let drained = self.registry.drain(&member_id).await;
         tracing::info!(%member_id, ok = drained.is_ok(), "drain asked for");
         drained.map_err(|error| status(&error))?;
         Ok(Response::new(DrainResponse {}))

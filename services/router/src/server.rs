@@ -20,7 +20,7 @@ use tonic::service::RoutesBuilder;
 use crate::{
     RouterError, admin,
     admission::Limits,
-    front::{self, Context},
+    front::{self, Context, HttpBounds},
     gate::Gate,
     jobs::Jobs,
     members::Members,
@@ -42,6 +42,10 @@ const STATES: [(MemberState, &str); 3] = [
 pub struct RouterConfig {
     /// gRPC address to listen on, "HOST:PORT"; port 0 takes a free one.
     pub listen: String,
+    /// Address of the HTTP API to listen on; `None`: no such port.
+    pub http_listen: Option<String>,
+    /// What clients of the HTTP API may make it wait for.
+    pub http_bounds: HttpBounds,
     /// Address others reach it at, "http://HOST:PORT"; `None`: where it listens.
     pub advertise: Option<String>,
     /// Address of probes and metrics; `None`: no such port.
@@ -64,6 +68,8 @@ impl Default for RouterConfig {
     fn default() -> Self {
         Self {
             listen: "127.0.0.1:7080".to_owned(),
+            http_listen: None,
+            http_bounds: HttpBounds::default(),
             advertise: None,
             admin_listen: None,
             registry: Backend::Embedded,
@@ -91,6 +97,7 @@ pub struct Bound {
     config: RouterConfig,
     listener: TcpListener,
     admin_listener: Option<TcpListener>,
+    http_listener: Option<TcpListener>,
     address: SocketAddr,
     metrics: Metrics,
 }
@@ -110,11 +117,16 @@ impl Bound {
             Some(address) => Some(proto::server::bind(address, "admin_listen").await?),
             None => None,
         };
+        let http_listener = match &config.http_listen {
+            Some(address) => Some(proto::server::bind(address, "http_listen").await?),
+            None => None,
+        };
         let metrics = Metrics::new(&config.build);
         Ok(Self {
             config,
             listener,
             admin_listener,
+            http_listener,
             address,
             metrics,
         })
@@ -128,6 +140,13 @@ impl Bound {
     /// Where probes and metrics are, if anywhere.
     pub fn admin_address(&self) -> Option<SocketAddr> {
         self.admin_listener
+            .as_ref()
+            .and_then(|listener| listener.local_addr().ok())
+    }
+
+    /// Where the HTTP API answers, if anywhere.
+    pub fn http_address(&self) -> Option<SocketAddr> {
+        self.http_listener
             .as_ref()
             .and_then(|listener| listener.local_addr().ok())
     }
@@ -147,7 +166,8 @@ impl Bound {
         };
         let snapshots = Snapshots::follow(registry.clone());
         let context = self.context(snapshots.clone());
-        let (routes, health) = routes(&self, &context, embedded, stop.clone()).await?;
+        let served = (registry.clone(), embedded);
+        let (routes, health) = routes(&self, &context, served, stop.clone()).await?;
 
         let (readiness, metrics) = (Readiness::default(), self.metrics);
         let probes = self.admin_listener.map(|listener| {
@@ -156,6 +176,18 @@ impl Bound {
                 readiness: readiness.clone(),
             };
             task::spawn(admin.serve(listener, stop.clone().cancelled_owned()))
+        });
+        let http = self.http_listener.map(|listener| {
+            let bounds = self.config.http_bounds;
+            let routes = front::http_routes(context.clone(), &bounds);
+            let stop = stop.clone();
+            task::spawn(front::serve_http(
+                listener,
+                routes,
+                bounds,
+                stop,
+                CLOSE_GRACE,
+            ))
         });
         let mut server = task::spawn(proto::server::serve(
             self.listener,
@@ -188,6 +220,10 @@ impl Bound {
         }
         stop.cancel();
         let closed = tokio::time::timeout(CLOSE_GRACE, server).await;
+        if let Some(http) = http {
+            // It bounds itself.
+            let _ = http.await;
+        }
         drop(probes);
         match closed {
             Ok(ended) => flat(ended),
@@ -217,7 +253,7 @@ impl Bound {
 async fn routes(
     bound: &Bound,
     context: &Arc<Context>,
-    embedded: Option<Embedded>,
+    (registry, embedded): (Arc<dyn Registry>, Option<Embedded>),
     stop: CancellationToken,
 ) -> Result<(RoutesBuilder, Health), RouterError> {
     let mut services = vec![names::IMAGE, names::ADMIN];
@@ -231,7 +267,7 @@ async fn routes(
     routes.add_service(admin::server(admin::Admin {
         build: bound.config.build.clone(),
         snapshots: context.members.snapshots.clone(),
-        embedded,
+        registry,
     }));
     health.set(names::ADMIN, true).await;
     Ok((routes, health))

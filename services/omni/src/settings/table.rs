@@ -37,7 +37,7 @@ const fn setting(
 use Fallback::{Required, Unset, Value};
 
 /// Settings of every role.
-const COMMON: [Setting; 5] = [
+const COMMON: [Setting; 11] = [
     setting(
         "admin_listen",
         "HOST:PORT",
@@ -63,6 +63,37 @@ const COMMON: [Setting; 5] = [
         "Log filter, for example info,router=debug",
     ),
     setting("log_format", "FORMAT", Value("auto"), "auto, text or json"),
+    setting(
+        "cluster",
+        "NAME",
+        Value("default"),
+        "Cluster to join; several may share one etcd",
+    ),
+    setting(
+        "registry_ca",
+        "FILE",
+        Unset,
+        "Whom to trust as etcd (PEM); given: TLS, else in clear",
+    ),
+    setting(
+        "registry_cert",
+        "FILE",
+        Unset,
+        "Client certificate for etcd (PEM)",
+    ),
+    setting(
+        "registry_key",
+        "FILE",
+        Unset,
+        "Key of the client certificate (PEM)",
+    ),
+    setting("registry_user", "NAME", Unset, "User of etcd"),
+    setting(
+        "registry_password_file",
+        "FILE",
+        Unset,
+        "File with that user's password",
+    ),
 ];
 
 const MODEL: Setting = setting("model", "DIR", Required, "Checkpoint directory");
@@ -70,7 +101,7 @@ const REGISTRY: Setting = setting(
     "registry",
     "URL",
     Value("http://127.0.0.1:7600"),
-    "Where the registry answers (the router)",
+    "The registry: a router, or etcd://HOST:PORT[,HOST:PORT]",
 );
 const KV_ENDPOINT: Setting = setting(
     "kv_transfer",
@@ -95,9 +126,9 @@ const ROUTER: [Setting; 4] = [
     ),
     setting(
         "registry",
-        "NAME",
+        "URL",
         Value("embedded"),
-        "Which registry: embedded",
+        "The registry: embedded, etcd://HOST:PORT[,HOST:PORT], or another router",
     ),
     setting(
         "max_running",

@@ -6,31 +6,63 @@ use proto::v1::ModelInfo;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    Beat, Embedded, Event, JoinOptions, Load, Member, MemberState, Membership, Registry,
-    RegistryError, Remote, Role, Snapshots, Update, Watch, service,
+    Beat, Embedded, Etcd, EtcdConfig, Event, JoinOptions, Load, Member, MemberState, Membership,
+    Picture, Plan, Registry, RegistryError, Remote, Role, Snapshot, Snapshots, Update, Watch,
+    etcd::tests::server::EtcdServer, service,
 };
 
 /// Bound of every wait in these tests; none is expected to come near it.
-const SOON: Duration = Duration::from_secs(10);
-const TTL: Duration = Duration::from_secs(5);
-const SHORT: Duration = Duration::from_millis(200);
+pub(crate) const SOON: Duration = Duration::from_secs(20);
+pub(crate) const TTL: Duration = Duration::from_secs(5);
 
-/// A backend under test, and the embedded registry that is behind it.
+/// A backend under test.
 struct Setup {
     registry: Arc<dyn Registry>,
-    core: Embedded,
+    /// The same cluster as another process sees it.
+    other: Arc<dyn Registry>,
+    /// A lease so short that a test can wait for its end.
+    short: Duration,
+    /// Load changes that a watcher may sleep through, and whether it is then given a fresh picture
+    /// (a store with a history may go through it instead).
+    flood: u32,
+    skips: bool,
     stop: CancellationToken,
     _server: Option<task::Owned<()>>,
+    _etcd: Option<EtcdServer>,
+}
+
+impl Setup {
+    /// What the registry holds.
+    async fn now(&self) -> Snapshot {
+        picture(&*self.other).await
+    }
+}
+
+/// What a registry holds, as a watcher sees it first.
+pub(crate) async fn picture(registry: &dyn Registry) -> Snapshot {
+    let mut watch = registry.watch().await.unwrap();
+    let mut snapshot = Snapshot::default();
+    snapshot.apply(next(&mut watch).await);
+    snapshot
 }
 
 async fn embedded() -> Setup {
     let core = Embedded::start(base::clock::system());
     Setup {
         registry: Arc::new(core.clone()),
-        core,
+        other: Arc::new(core),
+        short: Duration::from_millis(200),
+        flood: flood(),
+        skips: true,
         stop: CancellationToken::new(),
         _server: None,
+        _etcd: None,
     }
+}
+
+/// Far more than the broadcast and the buffers of a connection hold.
+fn flood() -> u32 {
+    40 * u32::try_from(WATCH_QUEUE).unwrap()
 }
 
 async fn remote() -> Setup {
@@ -48,16 +80,35 @@ async fn remote() -> Setup {
             .await
             .unwrap();
     });
-    let registry = Arc::new(Remote::new(&address).unwrap());
     Setup {
-        registry,
-        core,
+        registry: Arc::new(Remote::new(&address).unwrap()),
+        other: Arc::new(core),
+        short: Duration::from_millis(200),
+        flood: flood(),
+        skips: true,
         stop,
         _server: Some(server),
+        _etcd: None,
     }
 }
 
-fn member(id: &str) -> Member {
+async fn etcd() -> Setup {
+    let server = EtcdServer::start();
+    let config = EtcdConfig::parse(&format!("etcd://{}", server.endpoint())).unwrap();
+    Setup {
+        registry: Arc::new(Etcd::new(config.clone()).unwrap()),
+        other: Arc::new(Etcd::new(config).unwrap()),
+        // The shortest that etcd grants with its usual election timeout.
+        short: Duration::from_secs(2),
+        flood: 300,
+        skips: false,
+        stop: CancellationToken::new(),
+        _server: None,
+        _etcd: Some(server),
+    }
+}
+
+pub(crate) fn member(id: &str) -> Member {
     Member {
         id: id.to_owned(),
         role: Role::DitWorker.into(),
@@ -73,7 +124,7 @@ fn member(id: &str) -> Member {
     }
 }
 
-fn beat(id: &str, lease: u64, state: MemberState, queued: u32) -> Beat {
+pub(crate) fn beat(id: &str, lease: u64, state: MemberState, queued: u32) -> Beat {
     let load = Load {
         running: 0,
         queued,
@@ -87,7 +138,7 @@ fn beat(id: &str, lease: u64, state: MemberState, queued: u32) -> Beat {
     }
 }
 
-async fn next(watch: &mut Watch) -> Update {
+pub(crate) async fn next(watch: &mut Watch) -> Update {
     tokio::time::timeout(SOON, watch.next())
         .await
         .unwrap()
@@ -106,12 +157,12 @@ async fn next_put(watch: &mut Watch) -> (u64, Member) {
 }
 
 async fn a_watch_starts_with_everything_and_follows_in_order(setup: Setup) {
-    let registry = setup.registry;
+    let registry = setup.registry.clone();
     let first = registry.register(member("a"), TTL).await.unwrap();
     let mut watch = registry.watch().await.unwrap();
     let Update {
         epoch,
-        event: Event::Snapshot(members),
+        event: Event::Snapshot(Picture { members, .. }),
     } = next(&mut watch).await
     else {
         panic!("no snapshot first");
@@ -131,7 +182,7 @@ async fn a_watch_starts_with_everything_and_follows_in_order(setup: Setup) {
 }
 
 async fn a_state_is_a_new_epoch_and_load_alone_is_not(setup: Setup) {
-    let registry = setup.registry;
+    let registry = setup.registry.clone();
     let grant = registry.register(member("a"), TTL).await.unwrap();
     let mut watch = registry.watch().await.unwrap();
     next(&mut watch).await;
@@ -157,7 +208,7 @@ async fn a_state_is_a_new_epoch_and_load_alone_is_not(setup: Setup) {
 }
 
 async fn a_lost_lease_is_not_found_and_ending_it_is_harmless(setup: Setup) {
-    let registry = setup.registry;
+    let registry = setup.registry.clone();
     let grant = registry.register(member("a"), TTL).await.unwrap();
     let stale = beat("a", grant.lease + 1, MemberState::Ready, 0);
     let error = registry.keep_alive(stale).await.unwrap_err();
@@ -188,10 +239,14 @@ async fn a_lost_lease_is_not_found_and_ending_it_is_harmless(setup: Setup) {
 }
 
 async fn a_silent_member_is_removed(setup: Setup) {
-    let registry = setup.registry;
-    registry.register(member("silent"), SHORT).await.unwrap();
+    let registry = setup.registry.clone();
+    registry
+        .register(member("silent"), setup.short)
+        .await
+        .unwrap();
     let mut watch = registry.watch().await.unwrap();
-    assert!(matches!(next(&mut watch).await.event, Event::Snapshot(members) if members.len() == 1));
+    let first = next(&mut watch).await.event;
+    assert!(matches!(first, Event::Snapshot(Picture { members, .. }) if members.len() == 1));
     assert_eq!(
         next(&mut watch).await.event,
         Event::Removed("silent".to_owned())
@@ -199,7 +254,7 @@ async fn a_silent_member_is_removed(setup: Setup) {
 }
 
 async fn bad_records_are_refused_by_field(setup: Setup) {
-    let registry = setup.registry;
+    let registry = setup.registry.clone();
     let with = |change: fn(&mut Member)| {
         let mut record = member("a");
         change(&mut record);
@@ -224,45 +279,50 @@ async fn bad_records_are_refused_by_field(setup: Setup) {
             "{error}"
         );
     }
-    assert!(setup.core.snapshot().members.is_empty());
+    assert!(setup.now().await.members.is_empty());
 }
 
 async fn a_drained_member_hears_of_it_and_stays_drained(setup: Setup) {
-    let registry = setup.registry;
+    let registry = setup.registry.clone();
     let grant = registry.register(member("a"), TTL).await.unwrap();
     registry
         .keep_alive(beat("a", grant.lease, MemberState::Ready, 0))
         .await
         .unwrap();
-    assert_eq!(
-        setup.core.drain("b"),
-        Err(RegistryError::NoMember("b".to_owned()))
-    );
-    setup.core.drain("a").unwrap();
-    setup.core.drain("a").unwrap();
-    assert_eq!(setup.core.snapshot().ready(Role::DitWorker).count(), 0);
+    let unknown = registry.drain("b").await.unwrap_err();
+    assert_eq!(unknown, RegistryError::NoMember("b".to_owned()));
+    let before = setup.now().await.epoch;
+    // Whoever asks, and however often.
+    setup.other.drain("a").await.unwrap();
+    registry.drain("a").await.unwrap();
+    let drained = setup.now().await;
+    assert_eq!(drained.ready(Role::DitWorker).count(), 0);
+    assert!(drained.epoch > before);
     let renewal = registry
         .keep_alive(beat("a", grant.lease, MemberState::Ready, 0))
         .await
         .unwrap();
     assert!(renewal.drain);
+    let again = registry.register(member("a"), TTL).await.unwrap();
+    let state = setup.now().await.members["a"].state();
+    assert_eq!(state, MemberState::Draining);
+
+    // A drain ends with the record it is about.
+    registry.deregister("a", again.lease).await.unwrap();
     registry.register(member("a"), TTL).await.unwrap();
-    assert_eq!(
-        setup.core.snapshot().members["a"].state(),
-        MemberState::Draining
-    );
+    let state = setup.now().await.members["a"].state();
+    assert_eq!(state, MemberState::Starting);
 }
 
-async fn a_lagging_watcher_gets_a_fresh_snapshot(setup: Setup) {
-    let registry = setup.registry;
+async fn a_watcher_that_slept_sees_the_truth_in_order(setup: Setup) {
+    let registry = setup.registry.clone();
     let grant = registry.register(member("a"), TTL).await.unwrap();
     let mut watch = registry.watch().await.unwrap();
     assert!(matches!(next(&mut watch).await.event, Event::Snapshot(_)));
-    // Far more than the broadcast and the buffers of a connection hold.
-    let last = 40 * u32::try_from(WATCH_QUEUE).unwrap();
+    let last = setup.flood;
     for queued in 1..=last {
         setup
-            .core
+            .other
             .keep_alive(beat("a", grant.lease, MemberState::Ready, queued))
             .await
             .unwrap();
@@ -270,24 +330,24 @@ async fn a_lagging_watcher_gets_a_fresh_snapshot(setup: Setup) {
     let (mut fresh, mut seen) = (false, 0);
     while seen < last {
         let members = match next(&mut watch).await.event {
-            Event::Snapshot(members) => {
+            Event::Snapshot(picture) => {
                 fresh = true;
-                members
+                picture.members
             }
             Event::Put(member) => vec![*member],
-            Event::Removed(id) => panic!("{id} removed"),
+            other => panic!("{other:?}"),
         };
         let queued = members[0].load.unwrap().queued;
         assert!(queued >= seen, "order");
         seen = queued;
     }
-    assert!(fresh, "the watcher never fell behind");
+    assert_eq!(fresh, setup.skips, "the watcher never fell behind");
 }
 
 async fn a_membership_renews_reports_and_leaves(setup: Setup) {
     let snapshots = Snapshots::follow(setup.registry.clone());
     let options = JoinOptions {
-        ttl: SHORT,
+        ttl: setup.short,
         deadline: SOON,
     };
     let joined = Membership::join(setup.registry.clone(), member("a"), options)
@@ -309,11 +369,11 @@ async fn a_membership_renews_reports_and_leaves(setup: Setup) {
     assert_eq!(ready.members["a"].epoch, joined.epoch());
 
     // It outlives its TTL several times.
-    tokio::time::sleep(SHORT * 4).await;
-    assert_eq!(setup.core.snapshot().ready(Role::DitWorker).count(), 1);
+    tokio::time::sleep(setup.short * 4).await;
+    assert_eq!(setup.now().await.ready(Role::DitWorker).count(), 1);
     assert!(joined.standing().leased);
 
-    setup.core.drain("a").unwrap();
+    setup.other.drain("a").await.unwrap();
     tokio::time::timeout(SOON, joined.drain_requested())
         .await
         .unwrap();
@@ -326,7 +386,7 @@ async fn a_membership_renews_reports_and_leaves(setup: Setup) {
 
 async fn a_membership_registers_again_when_its_lease_is_gone(setup: Setup) {
     let options = JoinOptions {
-        ttl: SHORT,
+        ttl: setup.short,
         deadline: SOON,
     };
     let joined = Membership::join(setup.registry.clone(), member("a"), options)
@@ -340,7 +400,103 @@ async fn a_membership_registers_again_when_its_lease_is_gone(setup: Setup) {
     let mut standings = joined.standings();
     let again = tokio::time::timeout(SOON, standings.wait_for(|now| now.epoch > before)).await;
     assert!(again.unwrap().unwrap().leased);
-    assert_eq!(setup.core.snapshot().ready(Role::DitWorker).count(), 1);
+    assert_eq!(setup.now().await.ready(Role::DitWorker).count(), 1);
+}
+
+/// What makes fencing by epoch sound: a picture names no member that joined after it, and whoever
+/// comes back is newer than every picture of its earlier life.
+async fn a_member_that_returns_is_newer_than_every_picture_of_before(setup: Setup) {
+    let registry = setup.registry.clone();
+    let first = registry.register(member("a"), setup.short).await.unwrap();
+    let seen = setup.now().await;
+    assert!(seen.epoch >= first.epoch);
+    assert_eq!(seen.members["a"].epoch, first.epoch);
+
+    // It falls silent until it is gone, then comes back under the same id.
+    let snapshots = Snapshots::follow(setup.other.clone());
+    let gone = snapshots.wait(SOON, |now| now.epoch > seen.epoch && now.members.is_empty());
+    let gone = gone.await.unwrap();
+    let again = registry.register(member("a"), TTL).await.unwrap();
+    assert!(again.epoch > gone.epoch && again.epoch > seen.epoch);
+    let back = setup.now().await;
+    assert!(back.epoch >= back.members["a"].epoch);
+    assert_eq!(back.members["a"].epoch, again.epoch);
+
+    // The lease of its earlier life is worth nothing.
+    let late = registry.keep_alive(beat("a", first.lease, MemberState::Ready, 0));
+    assert_eq!(late.await.unwrap_err().code(), Code::NotFound);
+    registry.deregister("a", first.lease).await.unwrap();
+    assert_eq!(setup.now().await.members.len(), 1);
+}
+
+fn plan(pool: &str, generation: u64, body: &[u8]) -> Plan {
+    Plan {
+        pool: pool.to_owned(),
+        generation,
+        body: body.to_vec(),
+        epoch: 0,
+    }
+}
+
+async fn plans_follow_one_another_and_outlive_members(setup: Setup) {
+    let registry = setup.registry.clone();
+    let grant = registry.register(member("a"), TTL).await.unwrap();
+    let snapshots = Snapshots::follow(setup.other.clone());
+    let first = registry.publish_plan(plan("p", 1, b"one")).await.unwrap();
+    assert!(first > grant.epoch, "a plan is a new epoch");
+    let seen = snapshots
+        .wait(SOON, |now| now.plans.contains_key("p"))
+        .await;
+    let seen = seen.unwrap();
+    assert_eq!(seen.epoch, first);
+    assert_eq!(
+        (seen.plans["p"].generation, seen.plans["p"].epoch),
+        (1, first)
+    );
+    assert_eq!(seen.plans["p"].body, b"one");
+
+    // Of those who saw generation 1 one publishes generation 2.
+    let second = setup
+        .other
+        .publish_plan(plan("p", 2, b"two"))
+        .await
+        .unwrap();
+    assert!(second > first);
+    for stale in [
+        plan("p", 2, b"late"),
+        plan("p", 4, b"early"),
+        plan("q", 2, b""),
+    ] {
+        let error = registry.publish_plan(stale).await.unwrap_err();
+        let blamed = (error.code(), error.field().map(str::to_owned));
+        assert_eq!(
+            blamed,
+            (Code::Aborted, Some("generation".to_owned())),
+            "{error}"
+        );
+    }
+    registry.deregister("a", grant.lease).await.unwrap();
+    let now = setup.now().await;
+    assert_eq!((now.members.len(), now.plans.len()), (0, 1));
+    assert_eq!(
+        (now.plans["p"].generation, now.plans["p"].epoch),
+        (2, second)
+    );
+    assert_eq!(now.plans["p"].body, b"two");
+}
+
+async fn bad_plans_are_refused_by_field(setup: Setup) {
+    for (bad, field) in [
+        (plan("", 1, b""), "pool"),
+        (plan(&"p".repeat(300), 1, b""), "pool"),
+        (plan("p", 0, b""), "generation"),
+        (plan("p", 1, &[0; 70_000]), "body"),
+    ] {
+        let error = setup.registry.publish_plan(bad).await.unwrap_err();
+        let blamed = (error.code(), error.field());
+        assert_eq!(blamed, (Code::InvalidArgument, Some(field)), "{error}");
+    }
+    assert!(setup.now().await.plans.is_empty());
 }
 
 macro_rules! suite {
@@ -350,6 +506,9 @@ macro_rules! suite {
         }
         mod on_remote {
             $(#[tokio::test] async fn $test() { super::$test(super::remote().await).await; })*
+        }
+        mod on_etcd {
+            $(#[tokio::test] async fn $test() { super::$test(super::etcd().await).await; })*
         }
     };
 }
@@ -361,7 +520,10 @@ suite! {
     a_silent_member_is_removed
     bad_records_are_refused_by_field
     a_drained_member_hears_of_it_and_stays_drained
-    a_lagging_watcher_gets_a_fresh_snapshot
+    a_watcher_that_slept_sees_the_truth_in_order
+    a_member_that_returns_is_newer_than_every_picture_of_before
+    plans_follow_one_another_and_outlive_members
+    bad_plans_are_refused_by_field
     a_membership_renews_reports_and_leaves
     a_membership_registers_again_when_its_lease_is_gone
 }

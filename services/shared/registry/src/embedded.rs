@@ -9,7 +9,7 @@ use base::{clock::Clock, limits::WATCH_QUEUE, task};
 use tokio::sync::{broadcast, mpsc};
 
 use crate::{
-    Member, Registry, RegistryError, Snapshot,
+    Member, Plan, Registry, RegistryError, Snapshot,
     state::{Beat, Grant, Renewal, State},
     watch::{Update, Watch},
 };
@@ -79,21 +79,10 @@ impl Embedded {
         }
     }
 
-    /// Asks a member to drain.
-    ///
-    /// # Errors
-    /// [`RegistryError::NoMember`].
-    pub fn drain(&self, member_id: &str) -> Result<(), RegistryError> {
-        let mut state = self.shared.lock();
-        let update = state.drain(member_id)?;
-        self.shared.publish(&state, update);
-        Ok(())
-    }
-
-    /// Members now.
+    /// Members and plans now.
     pub fn snapshot(&self) -> Snapshot {
         let state = self.shared.lock();
-        Snapshot::new(state.epoch(), state.members())
+        Snapshot::new(state.epoch(), state.members()).with_plans(state.plans())
     }
 }
 
@@ -118,6 +107,21 @@ impl Registry for Embedded {
         let update = state.deregister(member_id, lease);
         self.shared.publish(&state, update);
         Ok(())
+    }
+
+    async fn drain(&self, member_id: &str) -> Result<(), RegistryError> {
+        let mut state = self.shared.lock();
+        let update = state.drain(member_id)?;
+        self.shared.publish(&state, update);
+        Ok(())
+    }
+
+    async fn publish_plan(&self, plan: Plan) -> Result<u64, RegistryError> {
+        let mut state = self.shared.lock();
+        let update = state.publish_plan(plan)?;
+        let epoch = update.epoch;
+        self.shared.publish(&state, Some(update));
+        Ok(epoch)
     }
 
     async fn watch(&self) -> Result<Watch, RegistryError> {

@@ -26,9 +26,27 @@ pub enum RegistryError {
     /// The table is full.
     #[error("the registry holds its maximum of {0} members")]
     Full(usize),
-    /// The backend does not exist in this version.
-    #[error("the etcd registry is not built in this version")]
-    Unimplemented,
+    /// Too many pools have a plan.
+    #[error("the registry holds its maximum of {0} plans")]
+    FullOfPlans(usize),
+    /// A plan does not follow the one in force.
+    #[error("plan generation {got} of pool {pool:?} does not follow generation {current}")]
+    StalePlan {
+        /// Pool of the plan.
+        pool: String,
+        /// Generation that was offered.
+        got: u64,
+        /// Generation in force; 0: none.
+        current: u64,
+    },
+    /// Others changed the same record again and again.
+    #[error("{what} lost against other writers {tries} times")]
+    Contended {
+        /// What was tried.
+        what: &'static str,
+        /// How often.
+        tries: u32,
+    },
     /// The registry could not be reached or answered an error of its own.
     #[error("registry: {0}")]
     Remote(Failure),
@@ -47,8 +65,8 @@ impl Fault for RegistryError {
         match self {
             Self::Invalid { .. } => Code::InvalidArgument,
             Self::LeaseGone { .. } | Self::NoMember(_) => Code::NotFound,
-            Self::Full(_) => Code::ResourceExhausted,
-            Self::Unimplemented => Code::Unimplemented,
+            Self::Full(_) | Self::FullOfPlans(_) => Code::ResourceExhausted,
+            Self::StalePlan { .. } | Self::Contended { .. } => Code::Aborted,
             Self::Remote(failure) => failure.code,
             Self::TimedOut { .. } => Code::Unavailable,
         }
@@ -58,6 +76,7 @@ impl Fault for RegistryError {
         match self {
             Self::Invalid { field, .. } => Some(field),
             Self::NoMember(_) | Self::LeaseGone { .. } => Some("member_id"),
+            Self::StalePlan { .. } => Some("generation"),
             Self::Remote(failure) => failure.field.as_deref(),
             _ => None,
         }

@@ -1,6 +1,12 @@
 //! Keeps one member registered: renews at a third of the TTL, registers again when the lease is
 //! gone, passes on what an operator asked for, and leaves at the end.
-use std::{sync::Arc, time::Duration};
+//!
+//! A registry that cannot be reached takes nothing away: the member goes on serving, and routers go
+//! on with the last picture they have. Only a registry that says so ends a lease.
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use base::{backoff::Backoff, clock, limits::LEASE_TTL, task};
 use tokio::sync::watch;
@@ -10,8 +16,6 @@ use crate::{Beat, Grant, Load, Member, MemberState, Registry, RegistryError};
 /// First and longest wait between tries to reach the registry.
 const RETRY_FIRST: Duration = Duration::from_millis(50);
 const RETRY_MOST: Duration = Duration::from_secs(1);
-/// Beats that load changes cause are at least this far apart.
-const LOAD_INTERVAL: Duration = Duration::from_millis(50);
 /// How long a farewell may take; the lease runs out anyway.
 const LEAVE_DEADLINE: Duration = Duration::from_secs(2);
 
@@ -40,7 +44,8 @@ pub struct Standing {
     pub epoch: u64,
     /// An operator asked it to drain.
     pub drain: bool,
-    /// The lease is believed to be alive. False: admit nothing new.
+    /// False: the registry has said that the lease is gone and has not given another yet; admit
+    /// nothing new. A registry that merely cannot be reached leaves this as it is.
     pub leased: bool,
 }
 
@@ -118,7 +123,7 @@ impl Membership {
         });
     }
 
-    /// Says how busy the member is; the registry hears it within [`LOAD_INTERVAL`] or so.
+    /// Says how busy the member is; the registry hears it within [`Registry::load_interval`] or so.
     pub fn set_load(&self, load: Load) {
         self.report.send_if_modified(|report| {
             let changed = report.load != load;
@@ -218,35 +223,53 @@ struct Keeper {
 
 impl Keeper {
     async fn run(mut self) {
-        let mut backoff = Backoff::new(RETRY_FIRST, RETRY_MOST.min(self.ttl / 3));
-        let mut renewed = clock::now();
-        let mut wait = self.ttl / 3;
-        loop {
-            tokio::select! {
-                () = tokio::time::sleep(wait) => {}
-                changed = self.report.changed() => {
-                    if changed.is_err() {
-                        return;
-                    }
-                }
-            }
+        let renewal = self.ttl / 3;
+        let spacing = self.registry.load_interval().min(renewal);
+        let mut backoff = Backoff::new(RETRY_FIRST, RETRY_MOST.min(renewal));
+        let mut told = self.report.borrow().clone();
+        let mut due = clock::now() + renewal;
+        let mut load_from = clock::now() + spacing;
+        while self.wait(&told, load_from, due).await {
             let started = clock::now();
+            told = self.report.borrow().clone();
             let beat = tokio::time::timeout(self.ttl, self.beat()).await;
             match beat.unwrap_or_else(|_| Err(self.no_answer())) {
                 Ok(()) => {
-                    renewed = started;
                     backoff.reset();
                     self.set_leased(true);
-                    tokio::time::sleep(LOAD_INTERVAL.min(self.ttl / 3)).await;
-                    wait = (self.ttl / 3).saturating_sub(LOAD_INTERVAL);
+                    due = started + renewal;
+                    load_from = clock::now() + spacing;
                 }
                 Err(error) => {
                     tracing::warn!(%error, member = %self.member.id, "lease not renewed");
-                    wait = backoff.next_delay();
-                    if clock::now().saturating_duration_since(renewed) >= self.ttl {
-                        self.set_leased(false);
-                    }
+                    due = clock::now() + backoff.next_delay();
+                    load_from = due;
                 }
+            }
+        }
+    }
+
+    /// Waits for the next beat: at once when the state is no longer the one `told`, from `load_from`
+    /// on when the load is not, else at `due`. False: the member is no longer wanted.
+    async fn wait(&mut self, told: &Report, load_from: Instant, due: Instant) -> bool {
+        loop {
+            let now = clock::now();
+            let until = {
+                let report = self.report.borrow_and_update();
+                if report.state != told.state {
+                    now
+                } else if report.load != told.load {
+                    due.min(load_from)
+                } else {
+                    due
+                }
+            };
+            if until <= now {
+                return true;
+            }
+            tokio::select! {
+                () = tokio::time::sleep(until - now) => {}
+                changed = self.report.changed() => if changed.is_err() { return false },
             }
         }
     }
@@ -275,6 +298,7 @@ impl Keeper {
 
     async fn register_again(&mut self, report: Report) -> Result<(), RegistryError> {
         tracing::warn!(member = %self.member.id, "lease was gone, registering again");
+        self.set_leased(false);
         self.member.set_state(report.state);
         self.member.load = Some(report.load);
         let grant = self

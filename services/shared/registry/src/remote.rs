@@ -3,14 +3,14 @@ use std::time::Duration;
 
 use base::limits::CONTROL_DEADLINE;
 use proto::v1::{
-    DeregisterRequest, KeepAliveRequest, RegisterRequest, WatchRequest,
-    registry_service_client::RegistryServiceClient,
+    DeregisterRequest, DrainMemberRequest, KeepAliveRequest, PublishPlanRequest, RegisterRequest,
+    WatchRequest, registry_service_client::RegistryServiceClient,
 };
 use tokio::sync::mpsc;
 use tonic::{Request, Status, transport::Channel};
 
 use crate::{
-    Member, Registry, RegistryError,
+    Member, Plan, Registry, RegistryError,
     state::{Beat, Grant, Renewal},
     watch::{Update, Watch},
 };
@@ -103,6 +103,25 @@ impl Registry for Remote {
         };
         bounded(self.client.clone().deregister(control(message))).await?;
         Ok(())
+    }
+
+    async fn drain(&self, member_id: &str) -> Result<(), RegistryError> {
+        let message = DrainMemberRequest {
+            member_id: member_id.to_owned(),
+        };
+        match bounded(self.client.clone().drain_member(control(message))).await {
+            Ok(_) => Ok(()),
+            Err(RegistryError::Remote(failure)) if failure.code == base::Code::NotFound => {
+                Err(RegistryError::NoMember(member_id.to_owned()))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn publish_plan(&self, plan: Plan) -> Result<u64, RegistryError> {
+        let message = PublishPlanRequest { plan: Some(plan) };
+        let answer = bounded(self.client.clone().publish_plan(control(message))).await?;
+        Ok(answer.epoch)
     }
 
     async fn watch(&self) -> Result<Watch, RegistryError> {

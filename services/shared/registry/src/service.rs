@@ -5,7 +5,8 @@ use base::limits::MAX_REQUEST_BYTES;
 use proto::{
     status::status,
     v1::{
-        DeregisterRequest, DeregisterResponse, KeepAliveRequest, KeepAliveResponse,
+        DeregisterRequest, DeregisterResponse, DrainMemberRequest, DrainMemberResponse,
+        KeepAliveRequest, KeepAliveResponse, PublishPlanRequest, PublishPlanResponse,
         RegisterRequest, RegisterResponse, WatchRequest, WatchResponse,
         registry_service_server::{RegistryService, RegistryServiceServer},
     },
@@ -89,6 +90,30 @@ impl RegistryService for Service {
             .await
             .map_err(|error| status(&error))?;
         Ok(Response::new(DeregisterResponse {}))
+    }
+
+    async fn drain_member(
+        &self,
+        request: Request<DrainMemberRequest>,
+    ) -> Result<Response<DrainMemberResponse>, Status> {
+        let member_id = request.into_inner().member_id;
+        let drained = self.registry.drain(&member_id).await;
+        drained.map_err(|error| status(&error))?;
+        Ok(Response::new(DrainMemberResponse {}))
+    }
+
+    async fn publish_plan(
+        &self,
+        request: Request<PublishPlanRequest>,
+    ) -> Result<Response<PublishPlanResponse>, Status> {
+        let missing = RegistryError::Invalid {
+            field: "plan",
+            reason: "is required".to_owned(),
+        };
+        let plan = request.into_inner().plan.ok_or_else(|| status(&missing))?;
+        let published = self.registry.publish_plan(plan).await;
+        let epoch = published.map_err(|error| status(&error))?;
+        Ok(Response::new(PublishPlanResponse { epoch }))
     }
 
     type WatchStream = Pin<Box<dyn Stream<Item = Result<WatchResponse, Status>> + Send>>;

@@ -1,26 +1,32 @@
 //! A picture of the cluster that is kept up to date. With the registry away, the last one stays.
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
-use base::{backoff::Backoff, task};
+use base::{backoff::Backoff, clock, task};
 use tokio::sync::watch;
 
-use crate::{Event, Member, MemberState, Registry, Role, Update};
+use crate::{Event, Member, MemberState, Plan, Registry, Role, Update};
 
 /// First and longest wait before a broken watch is started again.
 const RETRY_FIRST: Duration = Duration::from_millis(50);
 const RETRY_MOST: Duration = Duration::from_secs(2);
 
-/// Members at one epoch.
+/// Members and plans at one epoch.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Snapshot {
     /// Epoch of the picture.
     pub epoch: u64,
     /// By id.
     pub members: BTreeMap<String, Member>,
+    /// By pool.
+    pub plans: BTreeMap<String, Plan>,
 }
 
 impl Snapshot {
-    /// From a list.
+    /// From a list of members, without plans.
     pub fn new(epoch: u64, members: Vec<Member>) -> Self {
         let by_id = members
             .into_iter()
@@ -28,7 +34,16 @@ impl Snapshot {
         Self {
             epoch,
             members: by_id.collect(),
+            plans: BTreeMap::new(),
         }
+    }
+
+    /// The same members with these plans.
+    #[must_use]
+    pub fn with_plans(mut self, plans: Vec<Plan>) -> Self {
+        let by_pool = plans.into_iter().map(|plan| (plan.pool.clone(), plan));
+        self.plans = by_pool.collect();
+        self
     }
 
     /// Members of a role that take work.
@@ -42,7 +57,9 @@ impl Snapshot {
     pub fn apply(&mut self, update: Update) {
         match update.event {
             // A registry that started anew may count from a lower epoch: its word stands.
-            Event::Snapshot(members) => *self = Self::new(update.epoch, members),
+            Event::Snapshot(picture) => {
+                *self = Self::new(update.epoch, picture.members).with_plans(picture.plans);
+            }
             _ if update.epoch < self.epoch => {}
             Event::Put(member) => {
                 self.epoch = update.epoch;
@@ -52,7 +69,32 @@ impl Snapshot {
                 self.epoch = update.epoch;
                 self.members.remove(&id);
             }
+            Event::Plan(plan) => {
+                self.epoch = update.epoch;
+                self.plans.insert(plan.pool.clone(), *plan);
+            }
         }
+    }
+}
+
+/// How the picture stands to the registry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Contact {
+    /// The registry is being followed. False: the picture is the last one that was seen.
+    pub following: bool,
+    /// Since when that is so.
+    pub since: Instant,
+    /// Full pictures that came after the first one: after a break, a lag or a compaction.
+    pub resyncs: u64,
+}
+
+impl Contact {
+    /// Age of a picture that is no longer kept up to date; zero while the registry is followed.
+    pub fn stale_for(&self) -> Duration {
+        if self.following {
+            return Duration::ZERO;
+        }
+        clock::now().saturating_duration_since(self.since)
     }
 }
 
@@ -60,6 +102,7 @@ impl Snapshot {
 #[derive(Debug, Clone)]
 pub struct Snapshots {
     current: watch::Receiver<Arc<Snapshot>>,
+    contact: watch::Receiver<Contact>,
     _follower: Arc<task::Owned<()>>,
 }
 
@@ -67,9 +110,15 @@ impl Snapshots {
     /// Starts to follow. The first picture is empty until the registry answers.
     pub fn follow(registry: Arc<dyn Registry>) -> Self {
         let (tx, current) = watch::channel(Arc::default());
-        let follower = task::spawn(follow(registry, tx));
+        let (contact_tx, contact) = watch::channel(Contact {
+            following: false,
+            since: clock::now(),
+            resyncs: 0,
+        });
+        let follower = task::spawn(follow(registry, tx, contact_tx));
         Self {
             current,
+            contact,
             _follower: Arc::new(follower),
         }
     }
@@ -77,6 +126,16 @@ impl Snapshots {
     /// The picture now.
     pub fn current(&self) -> Arc<Snapshot> {
         self.current.borrow().clone()
+    }
+
+    /// Whether the picture is kept up to date now.
+    pub fn contact(&self) -> Contact {
+        *self.contact.borrow()
+    }
+
+    /// A receiver that wakes when contact is lost or made, and at every resync.
+    pub fn contacts(&self) -> watch::Receiver<Contact> {
+        self.contact.clone()
     }
 
     /// A receiver that wakes at every change.
@@ -96,28 +155,50 @@ impl Snapshots {
     }
 }
 
-async fn follow(registry: Arc<dyn Registry>, into: watch::Sender<Arc<Snapshot>>) {
+async fn follow(
+    registry: Arc<dyn Registry>,
+    into: watch::Sender<Arc<Snapshot>>,
+    contact: watch::Sender<Contact>,
+) {
     let mut backoff = Backoff::new(RETRY_FIRST, RETRY_MOST);
+    let mut seen_any = false;
     loop {
         match registry.watch().await {
             Ok(mut updates) => {
                 while let Some(update) = updates.next().await {
-                    match update {
-                        Ok(update) => {
-                            backoff.reset();
-                            into.send_modify(|now| Arc::make_mut(now).apply(update));
-                        }
+                    let update = match update {
+                        Ok(update) => update,
                         Err(error) => {
                             tracing::warn!(%error, "registry watch broke");
                             break;
                         }
-                    }
+                    };
+                    backoff.reset();
+                    let full = matches!(update.event, Event::Snapshot(_));
+                    into.send_modify(|now| Arc::make_mut(now).apply(update));
+                    note(&contact, true, full && seen_any);
+                    seen_any = true;
                 }
             }
             Err(error) => tracing::warn!(%error, "registry cannot be watched"),
         }
+        note(&contact, false, false);
         tokio::time::sleep(backoff.next_delay()).await;
     }
+}
+
+/// Wakes those who look at the contact only when there is something new to see.
+fn note(contact: &watch::Sender<Contact>, following: bool, resync: bool) {
+    contact.send_if_modified(|now| {
+        let turned = now.following != following;
+        if turned {
+            now.following = following;
+            now.since = clock::now();
+            tracing::info!(following, "contact with the registry changed");
+        }
+        now.resyncs += u64::from(resync);
+        turned || resync
+    });
 }
 
 #[cfg(test)]

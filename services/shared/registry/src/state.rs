@@ -10,12 +10,16 @@ use base::{
     limits::{MAX_LEASE_TTL, MAX_MEMBERS, MIN_LEASE_TTL},
 };
 
-use crate::{Event, Load, Member, MemberState, RegistryError, Role, Update};
+use crate::{Event, Load, Member, MemberState, Picture, Plan, RegistryError, Role, Update};
 
 /// Most sizes one model may publish.
 const MAX_BUCKETS: usize = 1_024;
 /// Longest name or address in a record, in bytes.
 const MAX_TEXT: usize = 256;
+/// Most pools that may have a plan.
+pub(crate) const MAX_PLANS: usize = 1_024;
+/// Largest plan, in bytes.
+const MAX_PLAN_BYTES: usize = 64 * 1024;
 
 /// What a registration gives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,10 +63,11 @@ struct Record {
 
 /// All members of a cluster.
 ///
-/// The epoch grows with every change of membership or state, never with load alone.
+/// The epoch grows with every change of membership, state or plan, never with load alone.
 #[derive(Debug)]
 pub struct State {
     records: BTreeMap<String, Record>,
+    plans: BTreeMap<String, Plan>,
     epoch: u64,
     next_lease: u64,
 }
@@ -73,6 +78,7 @@ impl State {
     pub fn new(first_epoch: u64, first_lease: u64) -> Self {
         Self {
             records: BTreeMap::new(),
+            plans: BTreeMap::new(),
             epoch: first_epoch,
             next_lease: first_lease.max(1),
         }
@@ -89,6 +95,11 @@ impl State {
             .values()
             .map(|record| record.member.clone())
             .collect()
+    }
+
+    /// Every plan, by pool.
+    pub fn plans(&self) -> Vec<Plan> {
+        self.plans.values().cloned().collect()
     }
 
     /// When the next lease runs out.
@@ -212,9 +223,29 @@ impl State {
         Ok(Some(self.update(Event::Put(Box::new(member)))))
     }
 
+    /// Replaces the plan of a pool by the next generation.
+    ///
+    /// # Errors
+    /// A plan that breaks a bound; [`RegistryError::StalePlan`]; too many pools with a plan.
+    pub fn publish_plan(&mut self, mut plan: Plan) -> Result<Update, RegistryError> {
+        check_plan(&plan)?;
+        let current = self.plans.get(&plan.pool).map_or(0, |plan| plan.generation);
+        next_generation(&plan, current)?;
+        if current == 0 && self.plans.len() >= MAX_PLANS {
+            return Err(RegistryError::FullOfPlans(MAX_PLANS));
+        }
+        self.epoch += 1;
+        plan.epoch = self.epoch;
+        self.plans.insert(plan.pool.clone(), plan.clone());
+        Ok(self.update(Event::Plan(Box::new(plan))))
+    }
+
     /// The full picture, as the first event of a watch.
     pub fn snapshot(&self) -> Update {
-        self.update(Event::Snapshot(self.members()))
+        self.update(Event::Snapshot(Picture {
+            members: self.members(),
+            plans: self.plans(),
+        }))
     }
 
     fn remove(&mut self, member_id: &str) -> Option<Update> {
@@ -231,7 +262,39 @@ impl State {
     }
 }
 
-fn check(member: &Member, ttl: Duration) -> Result<(), RegistryError> {
+/// A plan must be the successor of the one in force.
+pub(crate) fn next_generation(plan: &Plan, current: u64) -> Result<(), RegistryError> {
+    if current.checked_add(1) == Some(plan.generation) {
+        return Ok(());
+    }
+    Err(RegistryError::StalePlan {
+        pool: plan.pool.clone(),
+        got: plan.generation,
+        current,
+    })
+}
+
+/// The bounds of a plan.
+pub(crate) fn check_plan(plan: &Plan) -> Result<(), RegistryError> {
+    let invalid = |field, reason: String| Err(RegistryError::Invalid { field, reason });
+    if plan.pool.is_empty() || plan.pool.len() > MAX_TEXT {
+        return invalid("pool", format!("must be 1 to {MAX_TEXT} bytes"));
+    }
+    if plan.body.len() > MAX_PLAN_BYTES {
+        let got = plan.body.len();
+        return invalid(
+            "body",
+            format!("must be at most {MAX_PLAN_BYTES} bytes, got {got}"),
+        );
+    }
+    if plan.generation == 0 {
+        return invalid("generation", "must be at least 1".to_owned());
+    }
+    Ok(())
+}
+
+/// The bounds of a record and of its lease.
+pub(crate) fn check(member: &Member, ttl: Duration) -> Result<(), RegistryError> {
     let invalid = |field, reason: String| Err(RegistryError::Invalid { field, reason });
     if let Err(error) = member.id.parse::<MemberId>() {
         return invalid("member_id", format!("is not usable: {error}"));
@@ -311,7 +374,8 @@ mod tests {
         fn watchers_see_exactly_what_the_table_holds(steps in steps()) {
             let mut now = base::clock::now();
             let mut state = State::new(10, 1);
-            let mut seen = crate::Snapshot::new(state.epoch(), state.members());
+            let mut seen = crate::Snapshot::new(state.epoch(), state.members())
+                    .with_plans(state.plans());
             let mut leases = BTreeMap::<String, (u64, Instant)>::new();
             for step in steps {
                 let ttl = Duration::from_secs(1);
@@ -355,7 +419,8 @@ mod tests {
                     prop_assert!(update.epoch >= seen.epoch);
                     seen.apply(update);
                 }
-                let table = crate::Snapshot::new(state.epoch(), state.members());
+                let table = crate::Snapshot::new(state.epoch(), state.members())
+                    .with_plans(state.plans());
                 prop_assert_eq!(&seen, &table);
                 let alive: Vec<_> = leases.keys().cloned().collect();
                 let held: Vec<_> = table.members.keys().cloned().collect();

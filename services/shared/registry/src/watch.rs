@@ -3,17 +3,28 @@ use proto::v1::{self, watch_response};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
-use crate::{Member, RegistryError};
+use crate::{Member, Plan, RegistryError};
 
 /// One change of membership.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
     /// Everything there is; forget what was before.
-    Snapshot(Vec<Member>),
+    Snapshot(Picture),
     /// This member is new or has changed.
     Put(Box<Member>),
     /// The member of this id is gone.
     Removed(String),
+    /// This pool has a new plan.
+    Plan(Box<Plan>),
+}
+
+/// Everything a registry holds.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Picture {
+    /// Every member, by id.
+    pub members: Vec<Member>,
+    /// Every plan, by pool.
+    pub plans: Vec<Plan>,
 }
 
 /// A change and the epoch it led to.
@@ -28,9 +39,12 @@ pub struct Update {
 impl From<Update> for v1::WatchResponse {
     fn from(update: Update) -> Self {
         let event = match update.event {
-            Event::Snapshot(members) => watch_response::Event::Snapshot(v1::Snapshot { members }),
+            Event::Snapshot(Picture { members, plans }) => {
+                watch_response::Event::Snapshot(v1::Snapshot { members, plans })
+            }
             Event::Put(member) => watch_response::Event::Put(*member),
             Event::Removed(id) => watch_response::Event::Removed(id),
+            Event::Plan(plan) => watch_response::Event::Plan(*plan),
         };
         Self {
             event: Some(event),
@@ -43,9 +57,13 @@ impl Update {
     /// Reads an update off the wire; `None` for an event this version does not know.
     pub fn from_wire(response: v1::WatchResponse) -> Option<Self> {
         let event = match response.event? {
-            watch_response::Event::Snapshot(snapshot) => Event::Snapshot(snapshot.members),
+            watch_response::Event::Snapshot(snapshot) => Event::Snapshot(Picture {
+                members: snapshot.members,
+                plans: snapshot.plans,
+            }),
             watch_response::Event::Put(member) => Event::Put(Box::new(member)),
             watch_response::Event::Removed(id) => Event::Removed(id),
+            watch_response::Event::Plan(plan) => Event::Plan(Box::new(plan)),
         };
         Some(Self {
             epoch: response.epoch,

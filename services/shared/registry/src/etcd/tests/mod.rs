@@ -1,0 +1,2 @@
+//! Tests on a real etcd.
+pub(crate) mod server;
