@@ -110,7 +110,7 @@ const NEVER_SEES: [(&str, &[&str]); 8] = [
 /// A foreign crate, and the only crates that may name it.
 const ONLY_IN: [(&str, &[&str]); 3] = [
     ("cudarc", &["kernels", "parallel"]),
-    ("ucx-rs", &["kv-transfer", "parallel"]),
+    ("ucx-rs", &["fabric"]),
     ("etcd-client", &["registry"]),
 ];
 

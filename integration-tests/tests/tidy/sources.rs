@@ -7,12 +7,11 @@ use crate::{assert_none, files, graph::Graph, read};
 const MAX_LINES: usize = 700;
 
 /// Where `unsafe` may stand: path prefixes.
-const UNSAFE_HOMES: [&str; 5] = [
+const UNSAFE_HOMES: [&str; 4] = [
     "kernels/src/cuda",
     "kernels/src/cpu/simd",
     "services/shared/parallel/src/nccl",
-    "services/shared/parallel/src/ucx",
-    "services/kv-transfer/src/ucx",
+    "services/shared/fabric/src",
 ];
 
 /// This folder spells out what it forbids.

@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use base::{Code, Failure, Fault};
 
-use crate::ucx::UcxError;
+use fabric::UcxError;
 
 /// Why bytes did not get from a producer to a consumer.
 #[derive(Debug, thiserror::Error)]
@@ -120,6 +120,12 @@ impl TransferError {
 impl From<UcxError> for TransferError {
     fn from(error: UcxError) -> Self {
         Self::Ucx(error)
+    }
+}
+
+impl From<fabric::SettingError> for TransferError {
+    fn from(error: fabric::SettingError) -> Self {
+        Self::invalid(error.field, error.message)
     }
 }
 

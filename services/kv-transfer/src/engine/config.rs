@@ -1,58 +1,10 @@
-use std::ffi::{CStr, CString};
-
+use fabric::{Settings, Transport};
 use serde::{Deserialize, Serialize};
 
 use crate::TransferError;
 
 /// Where the segments of shared memory live.
 const SHARED_MEMORY_DIR: &str = "/dev/shm";
-
-/// A way for bytes to reach a peer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Transport {
-    /// Shared memory of one node.
-    Shm,
-    /// TCP sockets.
-    Tcp,
-}
-
-impl Transport {
-    /// Names of the UCX transports behind this one.
-    ///
-    /// POSIX segments only: they are unlinked while mapped, so that a killed process leaves
-    /// nothing behind, and they need no permission to read another process's memory.
-    fn ucx_names(self) -> &'static str {
-        match self {
-            Self::Shm => "posix",
-            Self::Tcp => "tcp",
-        }
-    }
-}
-
-impl std::fmt::Display for Transport {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Shm => "shm",
-            Self::Tcp => "tcp",
-        })
-    }
-}
-
-impl std::str::FromStr for Transport {
-    type Err = TransferError;
-
-    fn from_str(text: &str) -> Result<Self, TransferError> {
-        match text {
-            "shm" => Ok(Self::Shm),
-            "tcp" => Ok(Self::Tcp),
-            other => Err(TransferError::invalid(
-                "transport",
-                format!("must be \"shm\" or \"tcp\", got {other:?}"),
-            )),
-        }
-    }
-}
 
 /// What the UCX thread of a process may use.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -95,32 +47,12 @@ impl EngineConfig {
     }
 
     /// The UCX options that this stands for.
-    pub(crate) fn settings(&self) -> Result<Vec<(&'static CStr, CString)>, TransferError> {
-        if self.transports.is_empty() {
-            return Err(TransferError::invalid(
-                "transports",
-                "must name at least one transport",
-            ));
-        }
-        let names: Vec<&str> = self.transports.iter().map(|t| t.ucx_names()).collect();
-        let text = |field, value: String| {
-            CString::new(value)
-                .map_err(|_| TransferError::invalid(field, "must not hold a null byte"))
-        };
-        let mut settings = vec![
-            (c"TLS", text("transports", names.join(","))?),
-            // UCX prints to standard output; its failures reach us as statuses instead.
-            (c"LOG_LEVEL", c"fatal".to_owned()),
-        ];
+    pub(crate) fn settings(&self) -> Result<Settings, TransferError> {
+        let mut settings = fabric::settings(&self.transports, self.net_devices.as_deref())?;
         if self.transports.contains(&Transport::Shm) {
-            // Lets an endpoint that reports the death of its peer run over shared memory.
-            settings.push((c"POSIX_ERROR_HANDLING", c"y".to_owned()));
             // A pool that peers cannot map would still work, copied through small buffers: refuse
             // it instead.
             settings.push((c"ALLOC_PRIO", c"md:posix".to_owned()));
-        }
-        if let Some(devices) = &self.net_devices {
-            settings.push((c"NET_DEVICES", text("net_devices", devices.clone())?));
         }
         Ok(settings)
     }
@@ -132,15 +64,7 @@ mod tests {
     use base::Fault as _;
 
     #[test]
-    fn a_transport_that_is_not_built_is_refused_by_name() {
-        let error = "rdma".parse::<Transport>().unwrap_err();
-        assert_eq!(error.field(), Some("transport"));
-        assert_eq!("shm".parse::<Transport>().unwrap().to_string(), "shm");
-        assert_eq!("tcp".parse::<Transport>().unwrap().to_string(), "tcp");
-    }
-
-    #[test]
-    fn no_transport_and_null_bytes_are_refused() {
+    fn no_transport_and_null_bytes_are_refused_by_name() {
         let empty = EngineConfig {
             transports: vec![],
             net_devices: None,

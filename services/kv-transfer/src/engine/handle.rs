@@ -12,8 +12,8 @@ use tokio::sync::oneshot;
 use super::config::EngineConfig;
 use super::remote::{Remote, Target};
 use super::thread;
-use crate::ucx::{Context, Payload, PoolMemory};
 use crate::{TransferError, limits};
+use fabric::{Context, Payload, PoolMemory, Use};
 
 /// What a finished transfer tells.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -74,7 +74,7 @@ impl Engine {
     /// [`TransferError::Invalid`] for a bad configuration, [`TransferError::Ucx`] when UCX cannot
     /// open what it names.
     pub fn start(config: &EngineConfig) -> Result<Self, TransferError> {
-        let context = Arc::new(Context::open(&config.settings()?)?);
+        let context = Arc::new(Context::open(&config.settings()?, Use::Copies)?);
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| io("create an event descriptor", error.into()))?;
         let shared = Arc::new(Shared {

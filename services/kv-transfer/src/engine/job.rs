@@ -6,8 +6,8 @@ use std::time::Instant;
 use tokio::sync::oneshot;
 
 use super::handle::{Command, Landed};
-use crate::ucx::{Endpoint, Payload, RemoteKey, Transfer, UcxError};
 use crate::{TransferError, limits};
+use fabric::{Endpoint, Payload, RemoteKey, Transfer, UcxError};
 
 /// A transfer under way.
 #[derive(Debug)]

@@ -10,6 +10,7 @@ mod peers;
 mod remote;
 mod thread;
 
-pub use config::{EngineConfig, Transport};
+pub use config::EngineConfig;
+pub use fabric::Transport;
 pub use handle::{Engine, Landed};
 pub use remote::Remote;

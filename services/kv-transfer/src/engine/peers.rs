@@ -2,7 +2,7 @@ use std::collections::HashMap;
 use std::rc::Rc;
 
 use crate::limits;
-use crate::ucx::{Endpoint, RemoteKey, UcxError, Worker};
+use fabric::{Endpoint, RemoteKey, UcxError, Worker};
 
 /// Connections by worker address, kept between transfers.
 #[derive(Debug)]

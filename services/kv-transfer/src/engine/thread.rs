@@ -10,8 +10,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::handle::{Command, Shared};
 use super::job::{Job, Turn};
 use super::peers::Peers;
-use crate::ucx::{Armed, Context, Worker};
 use crate::{TransferError, limits};
+use fabric::{Armed, Context, Worker};
 
 /// Body of the UCX thread. Reports the worker's address, or why there is none, to `ready`.
 pub(super) fn run(

@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use ucx_rs::sys;
 
-use super::endpoint::RemoteKey;
-use super::memory::Registration;
-use super::status::{Posted, Request, UcxError, posted};
+use crate::endpoint::RemoteKey;
+use crate::memory::Registration;
+use crate::status::{Posted, Request, UcxError, posted};
 
 /// Local memory of a transfer, owned by it until every operation on it has ended.
 #[derive(Debug)]
-pub(crate) enum Payload {
+pub enum Payload {
     /// Bytes to write to the peer. Shared, because nobody may change them.
     Source(Arc<Vec<u8>>),
     /// Room for bytes read from the peer.
@@ -20,7 +20,7 @@ pub(crate) enum Payload {
 
 impl Payload {
     /// Bytes in the payload.
-    pub(crate) fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         match self {
             Self::Source(bytes) => bytes.len(),
             Self::Target(bytes) => bytes.len(),
@@ -30,7 +30,7 @@ impl Payload {
 
 /// One-sided operations between a payload and a region of a peer.
 #[derive(Debug)]
-pub(crate) struct Transfer {
+pub struct Transfer {
     /// Dropped by hand: memory that UCX may still touch must not be freed.
     held: ManuallyDrop<Held>,
     base: *mut u8,
@@ -49,7 +49,10 @@ struct Held {
 
 impl Transfer {
     /// Takes the payload over and registers its memory.
-    pub(crate) fn new(key: &Rc<RemoteKey>, mut payload: Payload) -> Result<Self, UcxError> {
+    ///
+    /// # Errors
+    /// What UCX says.
+    pub fn new(key: &Rc<RemoteKey>, mut payload: Payload) -> Result<Self, UcxError> {
         let bytes = payload.len();
         let (base, writes) = match &mut payload {
             // UCX only reads the source of a put, whatever the pointer says.
@@ -72,7 +75,10 @@ impl Transfer {
     }
 
     /// Starts to copy `range` of the payload to or from `remote` at the peer.
-    pub(crate) fn post(&mut self, range: Range<usize>, remote: u64) -> Result<(), UcxError> {
+    ///
+    /// # Errors
+    /// A range outside the payload, a closed endpoint, and what UCX says.
+    pub fn post(&mut self, range: Range<usize>, remote: u64) -> Result<(), UcxError> {
         let key = &self.held.key;
         let call = if self.writes {
             "ucp_put_nbx"
@@ -107,7 +113,10 @@ impl Transfer {
     }
 
     /// Starts to wait until the peer's memory holds everything posted so far.
-    pub(crate) fn post_flush(&mut self) -> Result<(), UcxError> {
+    ///
+    /// # Errors
+    /// A closed endpoint, and what UCX says.
+    pub fn post_flush(&mut self) -> Result<(), UcxError> {
         let endpoint = &self.held.key.endpoint;
         endpoint.ensure_open("ucp_ep_flush_nbx")?;
         let params = sys::ucp_request_param_t::default();
@@ -125,7 +134,10 @@ impl Transfer {
     }
 
     /// Reaps operations that ended; gives how many did, or the first error among them.
-    pub(crate) fn reap(&mut self) -> Result<usize, UcxError> {
+    ///
+    /// # Errors
+    /// The first failed operation.
+    pub fn reap(&mut self) -> Result<usize, UcxError> {
         let before = self.requests.len();
         let mut first = Ok(());
         self.requests.retain(|request| match request.poll() {
@@ -139,18 +151,18 @@ impl Transfer {
     }
 
     /// Operations still running.
-    pub(crate) fn outstanding(&self) -> usize {
+    pub fn outstanding(&self) -> usize {
         self.requests.len()
     }
 
     /// The key in use.
-    pub(crate) fn key(&self) -> &Rc<RemoteKey> {
+    pub fn key(&self) -> &Rc<RemoteKey> {
         &self.held.key
     }
 
     /// Gives the payload back; `None`, with the payload left to UCX, while operations run.
     /// Nothing can be posted afterwards.
-    pub(crate) fn take_payload(&mut self) -> Option<Payload> {
+    pub fn take_payload(&mut self) -> Option<Payload> {
         if !self.requests.is_empty() {
             return None;
         }

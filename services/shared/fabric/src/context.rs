@@ -3,12 +3,22 @@ use std::ptr;
 
 use ucx_rs::sys;
 
-use super::status::{UcxError, check};
+use crate::status::{UcxError, check};
+
+/// What a context is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Use {
+    /// One-sided copies: [`crate::Transfer`].
+    Copies,
+    /// Messages: [`crate::Sending`], [`Worker::next_message`](crate::Worker::next_message).
+    Messages,
+}
 
 /// A UCX context: the transports of a process and the memory registered with them.
 #[derive(Debug)]
-pub(crate) struct Context {
-    pub(super) handle: sys::ucp_context_h,
+pub struct Context {
+    pub(crate) handle: sys::ucp_context_h,
+    pub(crate) usage: Use,
 }
 
 // SAFETY: the context is created with `mt_workers_shared`, so UCX locks it itself.
@@ -18,19 +28,24 @@ unsafe impl Sync for Context {}
 
 impl Context {
     /// Opens the transports that `settings` name (UCX option names without the `UCX_` prefix).
-    pub(crate) fn open(settings: &[(&CStr, CString)]) -> Result<Self, UcxError> {
+    ///
+    /// # Errors
+    /// What UCX says of an option or a transport.
+    pub fn open(settings: &[(&CStr, CString)], usage: Use) -> Result<Self, UcxError> {
         let config = Config::read()?;
         for (name, value) in settings {
             config.set(name, value)?;
         }
+        let feature = match usage {
+            Use::Copies => sys::ucp_feature_UCP_FEATURE_RMA,
+            Use::Messages => sys::ucp_feature_UCP_FEATURE_AM,
+        };
         let params = sys::ucp_params_t {
             field_mask: u64::from(
                 sys::ucp_params_field_UCP_PARAM_FIELD_FEATURES
                     | sys::ucp_params_field_UCP_PARAM_FIELD_MT_WORKERS_SHARED,
             ),
-            features: u64::from(
-                sys::ucp_feature_UCP_FEATURE_RMA | sys::ucp_feature_UCP_FEATURE_WAKEUP,
-            ),
+            features: u64::from(feature | sys::ucp_feature_UCP_FEATURE_WAKEUP),
             mt_workers_shared: 1,
             ..Default::default()
         };
@@ -46,7 +61,7 @@ impl Context {
             )
         };
         check("ucp_init", status)?;
-        Ok(Self { handle })
+        Ok(Self { handle, usage })
     }
 }
 

@@ -3,8 +3,8 @@ use std::sync::Arc;
 
 use ucx_rs::sys;
 
-use super::context::Context;
-use super::status::{UcxError, check};
+use crate::context::Context;
+use crate::status::{UcxError, check};
 
 /// One region that peers read and write one-sided.
 ///
@@ -24,7 +24,10 @@ unsafe impl Sync for PoolMemory {}
 
 impl PoolMemory {
     /// Allocates and registers `bytes` bytes.
-    pub(crate) fn allocate(context: &Arc<Context>, bytes: usize) -> Result<Self, UcxError> {
+    ///
+    /// # Errors
+    /// What UCX says.
+    pub fn allocate(context: &Arc<Context>, bytes: usize) -> Result<Self, UcxError> {
         let params = sys::ucp_mem_map_params_t {
             field_mask: u64::from(
                 sys::ucp_mem_map_params_field_UCP_MEM_MAP_PARAM_FIELD_LENGTH
@@ -71,7 +74,10 @@ impl PoolMemory {
     }
 
     /// What a peer needs to reach the region. It grants the whole region and is never logged.
-    pub(crate) fn remote_key(&self) -> Result<Vec<u8>, UcxError> {
+    ///
+    /// # Errors
+    /// What UCX says.
+    pub fn remote_key(&self) -> Result<Vec<u8>, UcxError> {
         let context = self.registration.context.handle;
         let mut buffer = ptr::null_mut();
         let mut len = 0;
@@ -113,9 +119,9 @@ impl PoolMemory {
 
 /// Memory known to the transports; unknown again when dropped.
 #[derive(Debug)]
-pub(super) struct Registration {
+pub(crate) struct Registration {
     context: Arc<Context>,
-    pub(super) handle: sys::ucp_mem_h,
+    pub(crate) handle: sys::ucp_mem_h,
 }
 
 impl Registration {
@@ -131,7 +137,7 @@ impl Registration {
     }
 
     /// Registers memory that the caller keeps alive, at one address, for as long as this lives.
-    pub(super) fn of_range(
+    pub(crate) fn of_range(
         context: &Arc<Context>,
         base: *mut u8,
         bytes: usize,

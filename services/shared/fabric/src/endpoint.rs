@@ -6,8 +6,8 @@ use std::rc::Rc;
 
 use ucx_rs::sys;
 
-use super::status::{Posted, UcxError, check, posted};
-use super::worker::Worker;
+use crate::status::{Posted, Request, UcxError, check, posted};
+use crate::worker::Worker;
 
 /// Zero bytes appended to what a peer sent before UCX parses it: UCX takes no length, and must not
 /// run off the end of a truncated address or key.
@@ -21,9 +21,9 @@ extern "C" fn peer_failed(_: *mut c_void, _: sys::ucp_ep_h, _: sys::ucs_status_t
 
 /// A connection to the worker of a peer.
 #[derive(Debug)]
-pub(crate) struct Endpoint {
-    pub(super) worker: Rc<Worker>,
-    pub(super) handle: sys::ucp_ep_h,
+pub struct Endpoint {
+    pub(crate) worker: Rc<Worker>,
+    pub(crate) handle: sys::ucp_ep_h,
     closed: Cell<bool>,
 }
 
@@ -32,7 +32,10 @@ impl Endpoint {
     ///
     /// The endpoint reports the death of its peer by failing its operations, and can be torn down
     /// at any time; both need error handling mode `PEER`.
-    pub(crate) fn connect(worker: &Rc<Worker>, address: &[u8]) -> Result<Rc<Self>, UcxError> {
+    ///
+    /// # Errors
+    /// What UCX says.
+    pub fn connect(worker: &Rc<Worker>, address: &[u8]) -> Result<Rc<Self>, UcxError> {
         let padded = padded(address);
         let params = sys::ucp_ep_params_t {
             field_mask: u64::from(
@@ -61,7 +64,7 @@ impl Endpoint {
     }
 
     /// False once [`Self::abort`] ran: the handle may no longer be used.
-    pub(super) fn ensure_open(&self, call: &'static str) -> Result<(), UcxError> {
+    pub(crate) fn ensure_open(&self, call: &'static str) -> Result<(), UcxError> {
         if self.closed.get() {
             Err(UcxError {
                 call,
@@ -74,7 +77,7 @@ impl Endpoint {
 
     /// Cuts the connection: running operations end as cancelled in the next calls to progress, and
     /// nothing of them reaches the peer's memory after that.
-    pub(crate) fn abort(&self) {
+    pub fn abort(&self) {
         if self.closed.replace(true) {
             return;
         }
@@ -92,8 +95,30 @@ impl Endpoint {
         }
     }
 
+    /// Starts to wait until everything sent so far has left this process.
+    ///
+    /// # Errors
+    /// What UCX says.
+    pub fn flush(self: &Rc<Self>) -> Result<Flushing, UcxError> {
+        self.ensure_open("ucp_ep_flush_nbx")?;
+        let params = sys::ucp_request_param_t::default();
+        // SAFETY: the endpoint is live and `params` is valid.
+        let pointer = unsafe { sys::ucp_ep_flush_nbx(self.handle, &raw const params) };
+        let request = match posted("ucp_ep_flush_nbx", pointer)? {
+            Posted::Done => None,
+            Posted::Pending(request) => Some(request),
+        };
+        Ok(Flushing {
+            request,
+            _endpoint: Rc::clone(self),
+        })
+    }
+
     /// Names of the transports that this endpoint really uses, sorted.
-    pub(crate) fn transports(&self) -> Result<Vec<String>, UcxError> {
+    ///
+    /// # Errors
+    /// What UCX says.
+    pub fn transports(&self) -> Result<Vec<String>, UcxError> {
         self.ensure_open("ucp_ep_query")?;
         let mut entries = [sys::ucp_transport_entry_t::default(); MAX_LANES];
         let mut attr = sys::ucp_ep_attr_t {
@@ -128,15 +153,35 @@ impl Drop for Endpoint {
     }
 }
 
+/// A flush under way.
+#[derive(Debug)]
+pub struct Flushing {
+    request: Option<Request>,
+    // After the request, which belongs to its worker.
+    _endpoint: Rc<Endpoint>,
+}
+
+impl Flushing {
+    /// `None` while it runs.
+    #[must_use]
+    pub fn poll(&self) -> Option<Result<(), UcxError>> {
+        self.request.as_ref().map_or(Some(Ok(())), Request::poll)
+    }
+}
+
 /// Permission to reach one region of a peer through one endpoint.
 #[derive(Debug)]
-pub(crate) struct RemoteKey {
-    pub(super) endpoint: Rc<Endpoint>,
-    pub(super) handle: sys::ucp_rkey_h,
+pub struct RemoteKey {
+    pub(crate) endpoint: Rc<Endpoint>,
+    pub(crate) handle: sys::ucp_rkey_h,
 }
 
 impl RemoteKey {
-    pub(crate) fn unpack(endpoint: &Rc<Endpoint>, packed: &[u8]) -> Result<Rc<Self>, UcxError> {
+    /// Reads a key that a peer packed.
+    ///
+    /// # Errors
+    /// What UCX says.
+    pub fn unpack(endpoint: &Rc<Endpoint>, packed: &[u8]) -> Result<Rc<Self>, UcxError> {
         endpoint.ensure_open("ucp_ep_rkey_unpack")?;
         let padded = padded(packed);
         let mut handle = ptr::null_mut();
@@ -152,7 +197,7 @@ impl RemoteKey {
     }
 
     /// The endpoint that the key belongs to.
-    pub(crate) fn endpoint(&self) -> &Rc<Endpoint> {
+    pub fn endpoint(&self) -> &Rc<Endpoint> {
         &self.endpoint
     }
 }

@@ -19,7 +19,7 @@ impl UcxError {
 }
 
 /// Turns a status into a result.
-pub(super) fn check(call: &'static str, status: sys::ucs_status_t) -> Result<(), UcxError> {
+pub(crate) fn check(call: &'static str, status: sys::ucs_status_t) -> Result<(), UcxError> {
     if status == 0 {
         Ok(())
     } else {
@@ -28,7 +28,7 @@ pub(super) fn check(call: &'static str, status: sys::ucs_status_t) -> Result<(),
 }
 
 /// What a non-blocking call returned, read once at the border.
-pub(super) enum Posted {
+pub(crate) enum Posted {
     /// Finished already; there is no request.
     Done,
     /// Running; the request must be freed after it completes.
@@ -36,7 +36,7 @@ pub(super) enum Posted {
 }
 
 /// Reads the tri-state pointer of a `*_nbx` call.
-pub(super) fn posted(
+pub(crate) fn posted(
     call: &'static str,
     pointer: sys::ucs_status_ptr_t,
 ) -> Result<Posted, UcxError> {
@@ -52,14 +52,14 @@ pub(super) fn posted(
 
 /// A running operation. Dropping it tells UCX to release it once it completes.
 #[derive(Debug)]
-pub(super) struct Request {
+pub(crate) struct Request {
     call: &'static str,
     pointer: sys::ucs_status_ptr_t,
 }
 
 impl Request {
     /// `None` while it runs.
-    pub(super) fn poll(&self) -> Option<Result<(), UcxError>> {
+    pub(crate) fn poll(&self) -> Option<Result<(), UcxError>> {
         // SAFETY: `pointer` is a request that UCX returned and that is freed only in `drop`.
         let status = unsafe { sys::ucp_request_check_status(self.pointer) };
         (status != sys::ucs_status_t_UCS_INPROGRESS).then(|| check(self.call, status))
