@@ -18,7 +18,8 @@ pub mod plain;
 mod tensor;
 
 pub use cpu::attention::{
-    AttnRow, KvPart, Segment, SegmentKind, mha, varlen_attention, varlen_attention_workspace_bytes,
+    AttnRow, KvPart, PartialAttention, Segment, SegmentKind, merge_attention, mha,
+    varlen_attention, varlen_attention_partial, varlen_attention_workspace_bytes,
 };
 pub use cpu::conv::{Conv2dWeight, Conv3dWeight, conv2d, conv3d};
 pub use cpu::elementwise::{add, add_assign, gelu_erf, gelu_tanh, silu, swiglu_up_gate};

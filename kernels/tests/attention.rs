@@ -3,170 +3,12 @@
 
 mod common;
 
+use common::batch::{Batch, RowSpec, head_shapes, row_spec};
 use common::{assert_close, causal, full, random};
 use kernels::{
     AttnHeads, AttnRow, KvPart, Segment, SegmentKind, Tensor, mha, plain, varlen_attention,
 };
 use proptest::prelude::*;
-
-/// One row of a test batch: cached tokens, fresh tokens, and how many of them are causal; the rest are full.
-#[derive(Debug, Clone)]
-struct RowSpec {
-    past: usize,
-    causal: usize,
-    full: usize,
-}
-
-struct Batch {
-    heads: AttnHeads,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    /// Per row, head-major `[kv][past][dim]`.
-    past: Vec<(Vec<f32>, Vec<f32>)>,
-    specs: Vec<RowSpec>,
-}
-
-impl Batch {
-    fn new(heads: AttnHeads, specs: Vec<RowSpec>, seed: u64) -> Self {
-        let tokens: usize = specs.iter().map(|s| s.causal + s.full).sum();
-        let past = specs
-            .iter()
-            .enumerate()
-            .map(|(i, s)| {
-                let n = heads.kv * s.past * heads.dim;
-                let seed = seed ^ (1000 + i as u64);
-                (common::values(seed, n), common::values(seed ^ 77_000, n))
-            })
-            .collect();
-        Self {
-            heads,
-            q: random(seed ^ 1, &[tokens, heads.q, heads.dim]),
-            k: random(seed ^ 2, &[tokens, heads.kv, heads.dim]),
-            v: random(seed ^ 3, &[tokens, heads.kv, heads.dim]),
-            past,
-            specs,
-        }
-    }
-
-    fn rows(&self) -> Vec<AttnRow<'_>> {
-        let mut at = 0;
-        self.specs
-            .iter()
-            .zip(&self.past)
-            .map(|(s, (k, v))| {
-                let fresh = at..at + s.causal + s.full;
-                at = fresh.end;
-                let (head_stride, token_stride) = (s.past * self.heads.dim, self.heads.dim);
-                let part = KvPart {
-                    k,
-                    v,
-                    head_stride,
-                    token_stride,
-                    len: s.past,
-                };
-                AttnRow {
-                    past: (s.past > 0).then_some(part),
-                    fresh,
-                }
-            })
-            .collect()
-    }
-
-    fn segments(&self) -> Vec<Segment> {
-        let mut segments = Vec::new();
-        for (i, (row, s)) in self.rows().iter().zip(&self.specs).enumerate() {
-            let cut = row.fresh.start + s.causal;
-            segments.push(full(i, cut..row.fresh.end, s.past + s.causal + s.full));
-            segments.push(causal(i, row.fresh.start..cut, s.past));
-        }
-        segments
-    }
-
-    fn scale(&self) -> f32 {
-        2.0 / (self.heads.dim as f32).sqrt()
-    }
-
-    fn run(&self) -> Tensor {
-        let segments = self.segments();
-        varlen_attention(
-            &self.q,
-            &self.k,
-            &self.v,
-            &self.rows(),
-            &segments,
-            self.scale(),
-        )
-        .unwrap()
-    }
-
-    fn definition(&self) -> Tensor {
-        let AttnHeads { q: hq, kv, dim } = self.heads;
-        let (q, k, v) = (
-            self.q.to_f32_vec(),
-            self.k.to_f32_vec(),
-            self.v.to_f32_vec(),
-        );
-        let mut out = Vec::new();
-        for (row, (s, (past_k, past_v))) in
-            self.rows().iter().zip(self.specs.iter().zip(&self.past))
-        {
-            for t in row.fresh.clone() {
-                let i = t - row.fresh.start;
-                let visible = if i < s.causal {
-                    s.past + i + 1
-                } else {
-                    row.keys()
-                };
-                for h in 0..hq {
-                    let head = h / (hq / kv);
-                    let pick = |fresh: &[f32], past: &[f32], j: usize| {
-                        let (from, at) = if j < s.past {
-                            (past, (head * s.past + j) * dim)
-                        } else {
-                            (fresh, ((row.fresh.start + j - s.past) * kv + head) * dim)
-                        };
-                        from[at..at + dim].to_vec()
-                    };
-                    let keys: Vec<_> = (0..visible).map(|j| pick(&k, past_k, j)).collect();
-                    let vals: Vec<_> = (0..visible).map(|j| pick(&v, past_v, j)).collect();
-                    let keys: Vec<&[f32]> = keys.iter().map(Vec::as_slice).collect();
-                    let vals: Vec<&[f32]> = vals.iter().map(Vec::as_slice).collect();
-                    let at = (t * hq + h) * dim;
-                    out.extend(plain::attention(
-                        &q[at..at + dim],
-                        &keys,
-                        &vals,
-                        self.scale(),
-                    ));
-                }
-            }
-        }
-        Tensor::from_f32(&[self.q.dim(0), hq * dim], out).unwrap()
-    }
-}
-
-fn row_spec() -> impl Strategy<Value = RowSpec> {
-    (
-        prop_oneof![Just(0usize), Just(1), 2usize..300],
-        0usize..30,
-        0usize..40,
-    )
-        .prop_map(|(past, causal, full)| RowSpec { past, causal, full })
-}
-
-fn head_shapes() -> impl Strategy<Value = AttnHeads> {
-    (
-        1usize..3,
-        prop_oneof![Just(1usize), Just(3), Just(4)],
-        prop::sample::select(vec![2usize, 12, 16, 64, 72, 128]),
-    )
-        .prop_map(|(kv, group, dim)| AttnHeads {
-            q: kv * group,
-            kv,
-            dim,
-        })
-}
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
@@ -176,7 +18,7 @@ proptest! {
         heads in head_shapes(), specs in prop::collection::vec(row_spec(), 1..4), seed: u64,
     ) {
         let batch = Batch::new(heads, specs, seed);
-        assert_close("attention", &batch.run(), &batch.definition(), 2e-5);
+        assert_close("attention", &batch.run(), &batch.definition().out, 2e-5);
     }
 
     #[test]

@@ -1,7 +1,6 @@
 //! The operations on host memory, one file each.
 
 pub(crate) mod attention;
-mod attention_core;
 pub(crate) mod conv;
 pub(crate) mod elementwise;
 pub(crate) mod embedding;

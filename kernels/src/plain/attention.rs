@@ -8,6 +8,12 @@ use crate::{AttnHeads, RopeTable, Tensor};
 /// `q` has `dim` elements; `k` and `v` list the visible keys and values, each of `dim` elements.
 #[must_use]
 pub fn attention(q: &[f32], k: &[&[f32]], v: &[&[f32]], scale: f32) -> Vec<f32> {
+    attention_partial(q, k, v, scale).0
+}
+
+/// [`attention`] and `ln(sum(exp(scale * q.k)))`; zeros and negative infinity where there is no key.
+#[must_use]
+pub fn attention_partial(q: &[f32], k: &[&[f32]], v: &[&[f32]], scale: f32) -> (Vec<f32>, f32) {
     let scores: Vec<f64> = k
         .iter()
         .map(|key| {
@@ -18,10 +24,13 @@ pub fn attention(q: &[f32], k: &[&[f32]], v: &[&[f32]], scale: f32) -> Vec<f32> 
                     .sum::<f64>()
         })
         .collect();
+    if scores.is_empty() {
+        return (vec![0.0; q.len()], f32::NEG_INFINITY);
+    }
     let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let e: Vec<f64> = scores.iter().map(|&s| libm::exp(s - max)).collect();
     let sum: f64 = e.iter().sum();
-    (0..q.len())
+    let out = (0..q.len())
         .map(|d| {
             (e.iter()
                 .zip(v)
@@ -29,7 +38,34 @@ pub fn attention(q: &[f32], k: &[&[f32]], v: &[&[f32]], scale: f32) -> Vec<f32> 
                 .sum::<f64>()
                 / sum) as f32
         })
-        .collect()
+        .collect();
+    (out, (max + libm::log(sum)) as f32)
+}
+
+/// Attention of one query over the keys of all parts, which are disjoint. A part is the `out` and `lse` of
+/// [`attention_partial`]: `out = sum(exp(lse_i) * out_i) / sum(exp(lse_i))`, `lse = ln(sum(exp(lse_i)))`.
+#[must_use]
+pub fn merge_attention(parts: &[(Vec<f32>, f32)]) -> (Vec<f32>, f32) {
+    let max = parts
+        .iter()
+        .map(|p| f64::from(p.1))
+        .fold(f64::NEG_INFINITY, f64::max);
+    let mut out = vec![0f64; parts[0].0.len()];
+    if max == f64::NEG_INFINITY {
+        return (parts[0].0.clone(), f32::NEG_INFINITY);
+    }
+    let e: Vec<f64> = parts
+        .iter()
+        .map(|p| libm::exp(f64::from(p.1) - max))
+        .collect();
+    let sum: f64 = e.iter().sum();
+    for (weight, (part, _)) in e.iter().zip(parts) {
+        for (o, &v) in out.iter_mut().zip(part) {
+            *o += weight * f64::from(v) / sum;
+        }
+    }
+    let out = out.iter().map(|&v| v as f32).collect();
+    (out, (max + libm::log(sum)) as f32)
 }
 
 /// Splits rows grouped per KV head (`g` query heads, one key, one value), rotates queries and keys

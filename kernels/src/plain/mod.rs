@@ -6,7 +6,7 @@
 mod attention;
 mod image;
 
-pub use attention::{attention, qkv_split_rope_norm};
+pub use attention::{attention, attention_partial, merge_attention, qkv_split_rope_norm};
 pub use image::{conv, group_norm};
 
 use crate::Tensor;

@@ -1,6 +1,8 @@
 //! What the tests share: reproducible numbers, comparisons and thread pools.
 #![allow(dead_code, reason = "each test binary uses a part")]
 
+pub(crate) mod batch;
+
 use kernels::{Segment, SegmentKind, Tensor, bf16};
 
 /// Reproducible values, roughly uniform in [-1, 1).

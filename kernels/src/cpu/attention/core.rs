@@ -7,65 +7,19 @@
 
 use std::ops::Range;
 
-use rayon::prelude::*;
-
-use super::attention::KvPart;
-use super::recycle::Recycled;
-use super::simd::{
+use super::schedule::{HeadShape, QueryTile, Task};
+use crate::cpu::simd::{
     self,
     tile::{self, KC, PANEL, STRIDE, Tile},
 };
-use super::workspace::{Scratch, scratch};
+use crate::cpu::workspace::{Scratch, scratch};
 
 /// Keys per tile.
 const KEYS: usize = 256;
-/// Query rows (queries times query heads of a group) per tile, for heads of up to 64 elements. More
-/// rows pack keys less often; fewer leave room for keys in the second-level cache.
-const QUERY_ROWS: usize = 384;
 /// Half a panel; the last panel of a head may be this narrow.
 const HALF: usize = PANEL / 2;
 
-/// Sizes of the heads.
-#[derive(Clone, Copy)]
-pub(crate) struct HeadShape {
-    pub(crate) q: usize,
-    pub(crate) kv: usize,
-    pub(crate) dim: usize,
-}
-
-/// Queries `q` (packed tokens) of one row; query `i` sees its first `visible + step * i` keys.
-#[derive(Clone)]
-pub(crate) struct QueryTile<'a> {
-    pub(crate) q: Range<usize>,
-    pub(crate) visible: usize,
-    pub(crate) step: usize,
-    /// Cached keys come first.
-    pub(crate) past: Option<KvPart<'a>>,
-    /// Token of the fresh keys that follows the cached ones.
-    pub(crate) fresh: usize,
-}
-
-impl QueryTile<'_> {
-    fn visible(&self, query: usize) -> usize {
-        self.visible + self.step * query
-    }
-
-    fn most_visible(&self) -> usize {
-        self.visible(self.q.len() - 1)
-    }
-}
-
 impl HeadShape {
-    fn group(&self) -> usize {
-        self.q / self.kv
-    }
-
-    /// Queries of a full tile.
-    fn tile_queries(&self) -> usize {
-        let rows = QUERY_ROWS * 64 / self.dim.max(64);
-        (rows / self.group()).max(1)
-    }
-
     /// Columns of the packed values and of the running output: panels of 32, the last perhaps 16.
     fn padded(&self) -> usize {
         self.dim.next_multiple_of(HALF)
@@ -76,126 +30,17 @@ impl HeadShape {
         self.dim.div_ceil(KC)
     }
 
-    /// Upper bound of the scratch elements of one call, per thread: the buffers, and the strips of
-    /// [`by_head`] for fewer than two tiles per thread.
-    pub(crate) fn scratch_per_thread(&self) -> usize {
-        self.buffer_elements() + 2 * self.tile_queries() * self.q * self.dim
-    }
-
-    fn buffer_elements(&self) -> usize {
+    /// Elements of the [`Buffers`] of one thread.
+    pub(super) fn buffer_elements(&self) -> usize {
         let rows = self.tile_queries() * self.group();
         rows * (self.blocks() * STRIDE + self.padded() + 2)
             + tile::MAX_ROWS * STRIDE
             + KEYS * (self.dim + self.padded())
     }
-
-    /// Cuts a segment into tiles of nearly equal size.
-    pub(crate) fn split<'a>(&self, segment: QueryTile<'a>, tiles: &mut Vec<QueryTile<'a>>) {
-        let total = segment.q.len();
-        if total == 0 {
-            return;
-        }
-        let per_tile = total.div_ceil(total.div_ceil(self.tile_queries()));
-        for start in (0..total).step_by(per_tile) {
-            let end = (start + per_tile).min(total);
-            tiles.push(QueryTile {
-                q: segment.q.start + start..segment.q.start + end,
-                visible: segment.visible(start),
-                ..segment.clone()
-            });
-        }
-    }
-}
-
-/// One piece of parallel work: a tile, its KV heads, and the output rows of exactly those heads.
-struct Task<'a, 'o> {
-    tile: &'a QueryTile<'a>,
-    heads: Range<usize>,
-    out: &'o mut [f32],
-}
-
-/// Runs all tiles; they must cover the queries `0 .. T` once. `[T, q * dim]`.
-pub(crate) fn attend(
-    q: &[f32],
-    kv: (&[f32], &[f32]),
-    shape: HeadShape,
-    mut tiles: Vec<QueryTile<'_>>,
-    scale: f32,
-) -> Recycled {
-    let width = shape.q * shape.dim;
-    let mut out = Recycled::stale(q.len());
-    tiles.sort_by_key(|t| t.q.start);
-    let core = Core {
-        q,
-        k: kv.0,
-        v: kv.1,
-        shape,
-        scale,
-    };
-    let work: usize = tiles
-        .iter()
-        .map(|t| t.q.len() * t.most_visible() * width / 4)
-        .sum();
-    let threads = super::par::threads(work);
-    if threads > 1 && tiles.len() < 2 * threads && shape.kv > 1 {
-        by_head(&core, &tiles, &mut out);
-        return out;
-    }
-    let mut rest = &mut out[..];
-    let mut tasks = Vec::with_capacity(tiles.len());
-    for tile in &tiles {
-        let (mine, others) = rest.split_at_mut(tile.q.len() * width);
-        rest = others;
-        tasks.push(Task {
-            tile,
-            heads: 0..shape.kv,
-            out: mine,
-        });
-    }
-    if threads > 1 {
-        tasks.par_iter_mut().with_max_len(1).for_each_init(
-            || Buffers::new(shape),
-            |buffers, task| core.run(task, buffers),
-        );
-    } else {
-        let mut buffers = Buffers::new(shape);
-        tasks
-            .iter_mut()
-            .for_each(|task| core.run(task, &mut buffers));
-    }
-    out
-}
-
-/// Few tiles: threads split the KV heads too, and the strips are put together afterwards.
-fn by_head(core: &Core<'_>, tiles: &[QueryTile<'_>], out: &mut [f32]) {
-    let (width, strip_width) = (
-        core.shape.q * core.shape.dim,
-        core.shape.group() * core.shape.dim,
-    );
-    let strips: Vec<Scratch> = (0..tiles.len() * core.shape.kv)
-        .into_par_iter()
-        .map(|i| {
-            let (tile, head) = (&tiles[i / core.shape.kv], i % core.shape.kv);
-            let mut strip = scratch(tile.q.len() * strip_width);
-            let mut task = Task {
-                tile,
-                heads: head..head + 1,
-                out: &mut strip,
-            };
-            core.run(&mut task, &mut Buffers::new(core.shape));
-            strip
-        })
-        .collect();
-    for (i, strip) in strips.iter().enumerate() {
-        let (tile, head) = (&tiles[i / core.shape.kv], i % core.shape.kv);
-        for (t, part) in tile.q.clone().zip(strip.chunks_exact(strip_width)) {
-            out[t * width + head * strip_width..][..strip_width].copy_from_slice(part);
-        }
-    }
 }
 
 /// Scratch of one thread; its size depends on the heads only.
-struct Buffers {
+pub(super) struct Buffers {
     /// Scaled queries `[block][row][STRIDE]`.
     q: Scratch,
     /// Scores, then probabilities, of the rows of one call: `[row][STRIDE]`.
@@ -211,7 +56,7 @@ struct Buffers {
 }
 
 impl Buffers {
-    fn new(shape: HeadShape) -> Self {
+    pub(super) fn new(shape: HeadShape) -> Self {
         let rows = shape.tile_queries() * shape.group();
         Self {
             q: scratch(shape.blocks() * rows * STRIDE),
@@ -224,16 +69,21 @@ impl Buffers {
     }
 }
 
-struct Core<'a> {
-    q: &'a [f32],
-    k: &'a [f32],
-    v: &'a [f32],
-    shape: HeadShape,
-    scale: f32,
+/// What all tiles of a call share.
+pub(super) struct Core<'a> {
+    /// Queries `[T, q, dim]`.
+    pub(super) q: &'a [f32],
+    /// Fresh keys `[Tk, kv, dim]`.
+    pub(super) k: &'a [f32],
+    /// Fresh values `[Tk, kv, dim]`.
+    pub(super) v: &'a [f32],
+    pub(super) shape: HeadShape,
+    pub(super) scale: f32,
 }
 
 impl Core<'_> {
-    fn run(&self, task: &mut Task<'_, '_>, buffers: &mut Buffers) {
+    /// Computes the task's heads, from queries to finished output rows.
+    pub(super) fn run(&self, task: &mut Task<'_, '_>, buffers: &mut Buffers) {
         for head in task.heads.clone() {
             self.pack_queries(task.tile, head, buffers);
             for first in (0..task.tile.most_visible()).step_by(KEYS) {
@@ -249,6 +99,9 @@ impl Core<'_> {
                 }
             }
             self.finish(task, head, buffers);
+            if !task.lse.is_empty() {
+                self.finish_lse(task, head, buffers);
+            }
         }
     }
 
@@ -422,6 +275,17 @@ impl Core<'_> {
             for (out, &v) in task.out[at..at + dim].iter_mut().zip(o) {
                 *out = v * inv;
             }
+        }
+    }
+
+    /// Log of the sum of the exponentials of each row's scores; a row of a task sees at least one key.
+    fn finish_lse(&self, task: &mut Task<'_, '_>, head: usize, buffers: &Buffers) {
+        let group = self.shape.group();
+        let (heads, column) = (task.heads.len() * group, (head - task.heads.start) * group);
+        let states = buffers.state.chunks_exact(2).take(self.rows(task.tile));
+        for (row, state) in states.enumerate() {
+            let lse = f64::from(state[0]) + libm::log(f64::from(state[1]));
+            task.lse[row / group * heads + column + row % group] = lse as f32;
         }
     }
 }

@@ -1,11 +1,19 @@
 //! Attention over packed rows, and dense multi-head attention.
 
+mod check;
+mod core;
+mod partial;
+mod schedule;
+
 use std::ops::Range;
 
-use super::attention_core::{HeadShape, QueryTile, attend};
+use self::core::Core;
 use super::rope::AttnHeads;
 use crate::error::{KernelError, Result};
 use crate::tensor::{ANY, Tensor};
+use schedule::{HeadShape, QueryTile, attend};
+
+pub use partial::{PartialAttention, merge_attention, varlen_attention_partial};
 
 /// Keys and values that are in a cache already: `k[head * head_stride + token * token_stride + i]`.
 #[derive(Debug, Clone, Copy)]
@@ -78,31 +86,23 @@ pub fn varlen_attention(
     scale: f32,
 ) -> Result<Tensor> {
     const OP: &str = "varlen_attention";
-    q.expect_shape(OP, "q", &[ANY, ANY, ANY])?;
-    let (tokens, hq, d) = (q.dim(0), q.dim(1), q.dim(2));
-    k.expect_shape(OP, "k", &[tokens, ANY, d])?;
-    let hkv = k.dim(1);
-    v.expect_shape(OP, "v", &[tokens, hkv, d])?;
-    if hkv == 0 || hq == 0 || d == 0 || hq % hkv != 0 {
-        let reason = "need query heads a positive multiple of KV heads and a positive head size";
-        return Err(KernelError::Argument {
-            op: OP,
-            what: "heads",
-            reason,
-        });
-    }
-    check_rows(OP, rows, tokens, hkv, d)?;
-    check_segments(OP, rows, segments, tokens)?;
-    let (q, k, v) = (
-        q.f32_named(OP, "q")?,
-        k.f32_named(OP, "k")?,
-        v.f32_named(OP, "v")?,
-    );
-    let shape = HeadShape {
-        q: hq,
-        kv: hkv,
-        dim: d,
+    let shape = check::heads(OP, q, (k, v), q.dim(0))?;
+    let tokens = q.dim(0);
+    check::rows(OP, rows, tokens, shape)?;
+    check::segments(OP, rows, segments, tokens)?;
+    let core = Core {
+        q: q.f32_named(OP, "q")?,
+        k: k.f32_named(OP, "k")?,
+        v: v.f32_named(OP, "v")?,
+        shape,
+        scale,
     };
+    let out = attend(&core, tiles(shape, rows, segments), &mut []);
+    Ok(Tensor::output(&[tokens, shape.q * shape.dim], out))
+}
+
+/// The tiles of segments that have been checked.
+fn tiles<'a>(shape: HeadShape, rows: &[AttnRow<'a>], segments: &[Segment]) -> Vec<QueryTile<'a>> {
     let mut tiles = Vec::new();
     for s in segments {
         let (past, fresh) = (rows[s.row].past, rows[s.row].fresh.start);
@@ -110,126 +110,24 @@ pub fn varlen_attention(
             SegmentKind::Causal => (s.q_pos + 1, 1),
             SegmentKind::Full => (s.keys, 0),
         };
-        shape.split(
-            QueryTile {
-                q: s.q.clone(),
-                visible,
-                step,
-                past,
-                fresh,
-            },
-            &mut tiles,
-        );
-    }
-    let out = attend(q, (k, v), shape, tiles, scale);
-    Ok(Tensor::output(&[tokens, hq * d], out))
-}
-
-fn check_rows(
-    op: &'static str,
-    rows: &[AttnRow<'_>],
-    tokens: usize,
-    heads: usize,
-    d: usize,
-) -> Result<()> {
-    for row in rows {
-        if row.fresh.end > tokens || row.fresh.start > row.fresh.end {
-            let (value, limit) = (row.fresh.end.max(row.fresh.start), tokens);
-            return Err(KernelError::Bounds {
-                op,
-                what: "row.fresh",
-                value,
-                limit,
-            });
-        }
-        let Some(past) = row.past.filter(|p| p.len > 0) else {
+        if visible == 0 {
             continue;
-        };
-        let last = (heads - 1)
-            .checked_mul(past.head_stride)
-            .zip((past.len - 1).checked_mul(past.token_stride))
-            .and_then(|(a, b)| a.checked_add(b)?.checked_add(d));
-        let held = past.k.len().min(past.v.len());
-        if last.is_none_or(|last| last > held) {
-            let value = last.unwrap_or(usize::MAX);
-            return Err(KernelError::Bounds {
-                op,
-                what: "row.past end",
-                value,
-                limit: held,
-            });
         }
+        let q = s.q.clone();
+        let segment = QueryTile {
+            q,
+            visible,
+            step,
+            past,
+            fresh,
+        };
+        shape.split(segment, &mut tiles);
     }
-    Ok(())
+    tiles
 }
 
-fn check_segments(
-    op: &'static str,
-    rows: &[AttnRow<'_>],
-    segments: &[Segment],
-    tokens: usize,
-) -> Result<()> {
-    let mut covered = vec![false; tokens];
-    for s in segments {
-        let Some(row) = rows.get(s.row) else {
-            return Err(KernelError::Bounds {
-                op,
-                what: "segment.row",
-                value: s.row,
-                limit: rows.len(),
-            });
-        };
-        if s.q.start < row.fresh.start || s.q.end > row.fresh.end || s.q.start > s.q.end {
-            let value = if s.q.start < row.fresh.start {
-                s.q.start
-            } else {
-                s.q.end
-            };
-            let limit = row.fresh.end;
-            return Err(KernelError::Bounds {
-                op,
-                what: "segment.q",
-                value,
-                limit,
-            });
-        }
-        let keys = match s.kind {
-            SegmentKind::Causal => s.q_pos.saturating_add(s.q.len()),
-            SegmentKind::Full => s.keys,
-        };
-        if keys > row.keys() || (keys == 0 && !s.q.is_empty()) {
-            let limit = row.keys();
-            return Err(KernelError::Bounds {
-                op,
-                what: "segment keys",
-                value: keys,
-                limit,
-            });
-        }
-        for t in s.q.clone() {
-            if std::mem::replace(&mut covered[t], true) {
-                let reason = "cover a token twice";
-                return Err(KernelError::Argument {
-                    op,
-                    what: "segments",
-                    reason,
-                });
-            }
-        }
-    }
-    if covered.contains(&false) {
-        let reason = "leave a token uncovered";
-        return Err(KernelError::Argument {
-            op,
-            what: "segments",
-            reason,
-        });
-    }
-    Ok(())
-}
-
-/// Upper bound of the scratch bytes of one [`varlen_attention`] call on `threads` threads. It depends on
-/// the tile and head sizes, not on the number of queries or keys.
+/// Upper bound of the scratch bytes of one [`varlen_attention`] or [`varlen_attention_partial`] call on
+/// `threads` threads. It depends on the tile and head sizes, not on the number of queries or keys.
 #[must_use]
 pub fn varlen_attention_workspace_bytes(heads: AttnHeads, threads: usize) -> usize {
     let shape = HeadShape {
@@ -274,15 +172,17 @@ pub fn mha(q: &Tensor, k: &Tensor, v: &Tensor, key_len: &[usize], scale: f32) ->
             q.shape(),
         ));
     }
-    let (q, k, v) = (
-        q.f32_named(OP, "q")?,
-        k.f32_named(OP, "k")?,
-        v.f32_named(OP, "v")?,
-    );
     let shape = HeadShape {
         q: h,
         kv: h,
         dim: d,
+    };
+    let core = Core {
+        q: q.f32_named(OP, "q")?,
+        k: k.f32_named(OP, "k")?,
+        v: v.f32_named(OP, "v")?,
+        shape,
+        scale,
     };
     let mut tiles = Vec::new();
     for (i, &visible) in key_len.iter().enumerate() {
@@ -298,6 +198,6 @@ pub fn mha(q: &Tensor, k: &Tensor, v: &Tensor, key_len: &[usize], scale: f32) ->
             &mut tiles,
         );
     }
-    let out = attend(q, (k, v), shape, tiles, scale);
+    let out = attend(&core, tiles, &mut []);
     Ok(Tensor::output(&[n, tq, h * d], out))
 }
