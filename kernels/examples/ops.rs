@@ -12,8 +12,9 @@ use std::time::Instant;
 
 use kernels::{
     AttnHeads, AttnRow, Conv2dWeight, ExpertWeights, GroupNorm, KvPart, LinearWeight, RopeTable,
-    Segment, SegmentKind, Tensor, conv2d, group_norm, linear, moe_experts, moe_route,
-    qkv_split_rope_norm, rms_norm, varlen_attention,
+    Segment, SegmentKind, Tensor, conv2d, group_norm, linear, merge_attention, moe_combine,
+    moe_experts, moe_route, qkv_split_rope_norm, rms_norm, varlen_attention,
+    varlen_attention_partial,
 };
 
 struct Sizes {
@@ -160,8 +161,15 @@ fn attention(s: &Sizes) {
             keys,
         })
         .collect();
-    time("attention", 4 * t * keys * heads.q * heads.dim, || {
+    let flop = 4 * t * keys * heads.q * heads.dim;
+    time("attention", flop, || {
         varlen_attention(&q, &k, &v, &rows, &segments, 0.25).unwrap()
+    });
+    let partial = || varlen_attention_partial(&q, &rows, &k, &v, &segments, 0.25).unwrap();
+    time("attention part", flop, partial);
+    let (mut into, other) = (partial(), partial());
+    time("attention merge", 0, || {
+        merge_attention(&mut into, &other).unwrap();
     });
 }
 
@@ -179,6 +187,12 @@ fn experts(s: &Sizes) {
     .unwrap();
     time("moe experts", 6 * t * s.top_k * h * s.width, || {
         moe_experts(&x, &routing, &experts).unwrap()
+    });
+    let slots = t * s.top_k;
+    let (parts, position) = (random(&[slots, h]), (0..slots as u32).rev());
+    let position: Vec<u32> = position.collect();
+    time("moe combine", 2 * slots * h, || {
+        moe_combine(&parts, &position, &routing).unwrap()
     });
 }
 

@@ -342,6 +342,20 @@ fn scores_far_apart_do_not_overflow_the_lse() {
     assert_eq!(part.lse.to_f32_vec(), [90_000.0]);
 }
 
+#[test]
+fn threads_do_not_change_a_bit_of_a_large_merge() {
+    let side = |seed| PartialAttention {
+        out: random(seed, &[600, 256]),
+        lse: random(seed ^ 1, &[600, 8]),
+    };
+    let run = |threads| {
+        let mut into = side(1);
+        common::on_threads(threads, || merge_attention(&mut into, &side(9))).unwrap();
+        (bits(&into.out), bits(&into.lse))
+    };
+    assert_eq!(run(3), run(1));
+}
+
 fn named<T: std::fmt::Debug, E: ToString + std::fmt::Debug>(result: Result<T, E>, name: &str) {
     let message = result.unwrap_err().to_string();
     assert!(message.contains(name), "{message} should name {name}");

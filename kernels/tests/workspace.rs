@@ -4,7 +4,10 @@
 mod common;
 
 use common::{full, on_threads, random};
-use kernels::{AttnHeads, AttnRow, varlen_attention, varlen_attention_workspace_bytes, workspace};
+use kernels::{
+    AttnHeads, AttnRow, varlen_attention, varlen_attention_partial,
+    varlen_attention_workspace_bytes, workspace,
+};
 
 #[test]
 fn attention_scratch_does_not_grow_with_the_tokens() {
@@ -42,18 +45,28 @@ fn attention_scratch_does_not_grow_with_the_tokens() {
                 fresh: 0..tokens,
             }];
             let segments = [full(0, 0..tokens, tokens)];
-            let peak = on_threads(threads, || {
-                workspace::reset_peak();
+            let peak = |run: &(dyn Fn() + Sync)| {
+                on_threads(threads, || {
+                    workspace::reset_peak();
+                    run();
+                    workspace::peak_bytes()
+                })
+            };
+            let whole = peak(&|| {
                 varlen_attention(&q, &k, &k, &rows, &segments, 0.1).unwrap();
-                workspace::peak_bytes()
+            });
+            let partial = peak(&|| {
+                varlen_attention_partial(&q, &rows, &k, &k, &segments, 0.1).unwrap();
             });
             let bound = varlen_attention_workspace_bytes(heads, threads);
-            assert!(
-                peak > 0 && peak <= bound,
-                "{tokens} tokens: {peak} of {bound} bytes"
-            );
+            for peak in [whole, partial] {
+                assert!(
+                    peak > 0 && peak <= bound,
+                    "{tokens} tokens: {peak} of {bound} bytes"
+                );
+                peaks.push(peak);
+            }
             assert_eq!(workspace::live_bytes(), 0);
-            peaks.push(peak);
         }
     }
     // A score matrix of 4096 x 4096 for one head alone would take 64 MiB.
