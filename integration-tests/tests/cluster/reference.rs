@@ -45,7 +45,7 @@ pub(crate) fn picture(request: &GenerateRequest) -> RgbImage {
         steps: request.steps.unwrap() as usize,
         guidance: request.guidance.unwrap(),
         seed: request.seed.unwrap(),
-        cond: prefix(RowKind::Cond),
+        cond: Some(prefix(RowKind::Cond)),
         uncond: Some(prefix(RowKind::Uncond)),
     };
     let mut job = DenoiseJob::new(model, spec).unwrap();

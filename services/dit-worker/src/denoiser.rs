@@ -82,7 +82,7 @@ pub(crate) fn warm_up(model: &Model) -> Result<(), StageError> {
         steps: 1,
         guidance: 1.0,
         seed: 0,
-        cond: prefix,
+        cond: Some(prefix),
         uncond: None,
     };
     let context = RankContext::single();

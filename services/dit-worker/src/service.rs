@@ -176,7 +176,7 @@ impl DitWorker {
                     steps: order.steps,
                     guidance: order.guidance,
                     seed: order.seed,
-                    cond: Arc::new(cond),
+                    cond: Some(Arc::new(cond)),
                     uncond: uncond.map(Arc::new),
                 };
                 Ok::<_, StageError>((DenoiseJob::new(&model, spec)?, leases))

@@ -143,7 +143,7 @@ fn jobs(args: &DenoiseArgs, model: &Model) -> Result<Vec<DenoiseJob>, OmniError>
                 steps: WARM_UP_STEPS + args.steps,
                 guidance: if guided { GUIDANCE } else { 1.0 },
                 seed,
-                cond: prefix(1 << 32)?,
+                cond: Some(prefix(1 << 32)?),
                 uncond: if guided { Some(prefix(2 << 32)?) } else { None },
             };
             DenoiseJob::new(model, spec).map_err(model_error)

@@ -48,6 +48,9 @@ pub enum ModelError {
     /// The checkpoint or the request asks for something that is not built.
     #[error("unimplemented: {0}")]
     Unimplemented(String),
+    /// The ranks of a group did not finish an operation together.
+    #[error("ranks: {0}")]
+    Ranks(#[from] parallel::ParallelError),
     /// A kernel refused its operands: a defect of this crate.
     #[error("kernel: {0}")]
     Kernel(#[from] kernels::KernelError),
@@ -83,7 +86,7 @@ impl ModelError {
             | Self::CheckpointMismatch(_)
             | Self::Tokenizer(_) => ErrorKind::Checkpoint,
             Self::Unimplemented(_) => ErrorKind::Unimplemented,
-            Self::Kernel(_) | Self::Internal(_) => ErrorKind::Internal,
+            Self::Kernel(_) | Self::Internal(_) | Self::Ranks(_) => ErrorKind::Internal,
         }
     }
 

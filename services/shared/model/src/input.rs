@@ -3,12 +3,14 @@
 use std::ops::Range;
 
 use kernels::{RopeTable, Tensor};
+use parallel::{Axis, RankContext};
 
-use crate::backbone::{Backbone, NoProbe, Probe, Row, RowKv, RowSegment, segments};
+use crate::backbone::{Backbone, Goal, NoProbe, Probe, Row, RowKv, RowSegment, segments};
 use crate::config::ModelConfig;
 use crate::error::ModelError;
 use crate::positions::{ImageSpan, positions, rope_table};
 use crate::prefix::KvCache;
+use crate::rank::{CAUSAL_ORDER, group};
 
 /// Consecutive tokens of one row.
 #[derive(Clone, Copy, Debug)]
@@ -95,30 +97,43 @@ fn replace(
 }
 
 /// Runs packed rows on top of their caches, appends to them, and returns hidden states
-/// `[tokens, hidden]` (no final norm).
+/// `[tokens, hidden]` (no final norm), on every rank.
 pub(crate) fn run<P: Probe>(
     config: &ModelConfig,
     backbone: &Backbone,
-    inputs: &[RowInput<'_>],
-    caches: &mut [&mut KvCache],
+    ctx: &RankContext,
+    (inputs, caches): Rows<'_, '_, '_>,
     probe: &mut P,
 ) -> Result<Tensor, ModelError> {
     let Packed { x, rope, segments } = Packed::new(config, backbone, inputs)?;
+    let tokens = x.dim(0);
     let mut rows = rows(inputs, &segments, caches)?;
-    backbone.forward(x, &mut rows, &rope, probe)
+    let hidden = backbone.run(ctx, Some(x), &mut rows, &rope, Goal::Hidden, probe)?;
+    let stages = ctx.plan().pp;
+    if stages == 1 {
+        return hidden.ok_or_else(|| ModelError::Internal("a pass without a result".into()));
+    }
+    // Every stage picks the next token by itself, from the same numbers.
+    let own = hidden.map(|h| h.to_f32_vec()).unwrap_or_default();
+    let all = group(ctx, Axis::Pp)?.broadcast(stages - 1, own)?.wait()?;
+    Ok(Tensor::from_f32(&[tokens, config.hidden_size], all)?)
 }
 
 /// Like [`run`], but only to fill the caches.
 pub(crate) fn fill(
     config: &ModelConfig,
     backbone: &Backbone,
-    inputs: &[RowInput<'_>],
-    caches: &mut [&mut KvCache],
+    ctx: &RankContext,
+    (inputs, caches): Rows<'_, '_, '_>,
 ) -> Result<(), ModelError> {
     let Packed { x, rope, segments } = Packed::new(config, backbone, inputs)?;
     let mut rows = rows(inputs, &segments, caches)?;
-    backbone.fill(x, &mut rows, &rope, &mut NoProbe)
+    backbone.run(ctx, Some(x), &mut rows, &rope, Goal::Cache, &mut NoProbe)?;
+    Ok(())
 }
+
+/// Tokens of rows, and the cache that each continues.
+pub(crate) type Rows<'a, 'b, 'c> = (&'a [RowInput<'b>], &'a mut [&'c mut KvCache]);
 
 fn rows<'a>(
     inputs: &[RowInput<'_>],
@@ -141,6 +156,7 @@ fn rows<'a>(
             tokens: input.ids.len(),
             segments,
             kv: RowKv::Append(cache),
+            order: CAUSAL_ORDER,
         })
         .collect())
 }

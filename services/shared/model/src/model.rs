@@ -4,16 +4,17 @@ use std::path::Path;
 
 use kernels::Tensor;
 use kv::{KvDType, KvGeometry};
-use parallel::RankContext;
+use parallel::{Plan, RankContext};
 
 use crate::backbone::{Backbone, NoProbe, Probe};
 use crate::buckets::{Bucket, BucketSet, ResolutionGroup};
 use crate::config::{ModelConfig, Template};
-use crate::diffusion::{DenoiseJob, ImageHead, ImageStem, Modules, Observer, denoise_step};
+use crate::diffusion::{DenoiseJob, ImageHead, ImageStem, Modules, Observer};
 use crate::error::ModelError;
 use crate::input::{self, RowInput};
 use crate::picture::{Latents, RgbImage};
 use crate::prefix::KvCache;
+use crate::rank::{RankShard, agreed};
 use crate::source::{Scope, WeightSource};
 use crate::tokenizer::{SpecialTokens, Tokenizer};
 use crate::vae::{Tiles, Vae};
@@ -80,6 +81,10 @@ pub struct LoadOptions {
     pub parts: Parts,
     /// Whole or tiled VAE passes.
     pub tiles: Tiles,
+    /// The plan of the pool, and which of its ranks this is.
+    pub plan: Plan,
+    /// Number of the rank within the plan.
+    pub rank: usize,
 }
 
 /// What a model says about itself.
@@ -112,6 +117,7 @@ pub struct ModelInfo {
 pub struct Model {
     config: ModelConfig,
     info: ModelInfo,
+    rank: RankShard,
     buckets: ResolutionGroup,
     text: Option<TextParts>,
     backbone: Option<Backbone>,
@@ -165,11 +171,12 @@ impl Model {
     ) -> Result<Self, ModelError> {
         let (root, parts) = (Scope::root(source), options.parts);
         let buckets = resolution_group(&config)?;
+        let rank = RankShard::new(&config, &options.plan, options.rank)?;
         let decoder = parts.text || parts.diffusion;
         let stem = parts.diffusion || parts.vae_encoder;
         Ok(Self {
             backbone: decoder
-                .then(|| Backbone::load(&root, &config, parts.text))
+                .then(|| Backbone::load(&root, &config, &rank, parts.text))
                 .transpose()?,
             stem: stem.then(|| ImageStem::load(&root, &config)).transpose()?,
             head: parts
@@ -179,6 +186,7 @@ impl Model {
             vae: Vae::load(&root, &config, parts.vae_encoder, parts.vae_decoder)?,
             vit: parts.vit.then(|| Vit::load(&root, &config)).transpose()?,
             info: info(&config, &buckets, weights_id),
+            rank,
             buckets,
             text: None,
             tiles: options.tiles,
@@ -189,6 +197,19 @@ impl Model {
     /// What the model says about itself.
     pub fn info(&self) -> &ModelInfo {
         &self.info
+    }
+
+    /// What this rank holds of the model.
+    pub fn rank(&self) -> &RankShard {
+        &self.rank
+    }
+
+    /// An empty cache for a row of at most `tokens` tokens, of this rank's layers and heads.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::new`].
+    pub fn cache(&self, tokens: usize) -> Result<KvCache, ModelError> {
+        KvCache::new(self.rank.kv_geometry(&self.info.kv), tokens)
     }
 
     /// The checkpoint's config.
@@ -278,7 +299,7 @@ impl Model {
     /// Those of [`Model::denoise_step`].
     pub fn denoise_step_observed<P: Probe>(
         &self,
-        _ctx: &RankContext,
+        ctx: &RankContext,
         jobs: &mut [&mut DenoiseJob],
         probe: &mut P,
         observe: Observer<'_>,
@@ -287,8 +308,10 @@ impl Model {
             backbone: self.backbone()?,
             stem: self.image_stem()?,
             head: self.image_head()?,
+            rank: &self.rank,
+            ctx,
         };
-        denoise_step(modules, jobs, probe, observe)
+        agreed(ctx, modules.denoise_step(jobs, probe, observe))
     }
 
     /// The picture of denoised latents.
@@ -306,12 +329,14 @@ impl Model {
     /// `InvalidArgument` for a row beyond the model's positions, `Internal` when rows and caches disagree.
     pub fn run_rows<P: Probe>(
         &self,
-        _ctx: &RankContext,
+        ctx: &RankContext,
         rows: &[RowInput<'_>],
         caches: &mut [&mut KvCache],
         probe: &mut P,
     ) -> Result<Tensor, ModelError> {
-        input::run(&self.config, self.backbone()?, rows, caches, probe)
+        let backbone = self.backbone()?;
+        let ran = input::run(&self.config, backbone, ctx, (rows, caches), probe);
+        agreed(ctx, ran)
     }
 
     /// Like [`Model::run_rows`], but only to fill the caches.
@@ -320,11 +345,13 @@ impl Model {
     /// Those of [`Model::run_rows`].
     pub fn fill_rows(
         &self,
-        _ctx: &RankContext,
+        ctx: &RankContext,
         rows: &[RowInput<'_>],
         caches: &mut [&mut KvCache],
     ) -> Result<(), ModelError> {
-        input::fill(&self.config, self.backbone()?, rows, caches)
+        let backbone = self.backbone()?;
+        let filled = input::fill(&self.config, backbone, ctx, (rows, caches));
+        agreed(ctx, filled)
     }
 }
 

@@ -249,16 +249,13 @@ impl<'m> Pipeline<'m> {
             .prefill(self.ctx, &rows)?
             .into_iter()
             .map(Arc::new);
-        let cond = prefixes
-            .next()
-            .ok_or_else(|| ModelError::Internal("prefill returned no row".into()))?;
         let spec = JobSpec {
             height: span.grid_h * config.pixels_per_token(),
             width: span.grid_w * config.pixels_per_token(),
             steps: numbers.steps,
             guidance: numbers.guidance,
             seed: numbers.seed,
-            cond,
+            cond: prefixes.next(),
             uncond: prefixes.next(),
         };
         DenoiseJob::with_options(self.model, spec, numbers.options.clone())

@@ -111,7 +111,7 @@ impl Model {
         let inputs: Vec<RowInput<'_>> = rows.iter().map(PreparedRow::input).collect();
         let mut caches: Vec<KvCache> = inputs
             .iter()
-            .map(|input| KvCache::new(self.info().kv, input.ids.len()))
+            .map(|input| self.cache(input.ids.len()))
             .collect::<Result<_, _>>()?;
         self.fill_rows(ctx, &inputs, &mut caches.iter_mut().collect::<Vec<_>>())?;
         Ok(caches.into_iter().map(KvCache::into_prefix).collect())

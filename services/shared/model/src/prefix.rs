@@ -4,17 +4,74 @@
 //! Cached keys are rotated and normed. Head-major order makes the share of one KV head a contiguous
 //! range, so that a tensor-parallel shard is a copy and never a kernel.
 
+use std::ops::Range;
+
 use kernels::{KvPart, Tensor};
-use kv::{KvDType, KvGeometry};
+use kv::{KvDType, KvGeometry, KvShard, Reshard};
+use parallel::{Axis, SequenceShards};
 
 use crate::error::ModelError;
+use crate::rank::{CAUSAL_ORDER, RankShard};
 
-/// The immutable keys and values of a row's tokens `[0, tokens)`.
+/// The keys and values of a row's tokens `[0, tokens)`, or one rank's part of them; immutable.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PrefixKv {
     geometry: KvGeometry,
-    tokens: usize,
+    held: Held,
     data: Vec<f32>,
+}
+
+/// Which tokens of a row are in a buffer.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Held {
+    /// Tokens of the row.
+    tokens: usize,
+    /// Those in this buffer, ascending.
+    ranges: Vec<Range<usize>>,
+    /// Tokens in the buffer of each rank of the ring; empty where every rank has all.
+    by_ring: Vec<usize>,
+}
+
+impl Held {
+    fn all(tokens: usize) -> Self {
+        Self {
+            tokens,
+            ranges: std::iter::once(0..tokens).collect(),
+            by_ring: Vec::new(),
+        }
+    }
+
+    /// Tokens in this buffer.
+    fn count(&self) -> usize {
+        self.ranges.iter().map(Range::len).sum()
+    }
+
+    /// Tokens that ring rank `source` contributes to the keys of rank `own`.
+    fn from(&self, source: usize, own: usize) -> usize {
+        match self.by_ring.get(source) {
+            Some(count) => *count,
+            None if source == own => self.count(),
+            None => 0,
+        }
+    }
+
+    /// Adds fresh tokens that were dealt to a ring; `own` is this rank's place in it.
+    fn extend(&mut self, shards: &SequenceShards, own: usize) {
+        let fresh = shards.ring_ranges(own).iter();
+        for range in fresh.map(|r| self.tokens + r.start..self.tokens + r.end) {
+            match self.ranges.last_mut() {
+                Some(last) if last.end == range.start => last.end = range.end,
+                _ => self.ranges.push(range),
+            }
+        }
+        if shards.ring() > 1 {
+            self.by_ring.resize(shards.ring(), 0);
+            for (rank, count) in self.by_ring.iter_mut().enumerate() {
+                *count += shards.ring_tokens(rank);
+            }
+        }
+        self.tokens += shards.tokens();
+    }
 }
 
 impl PrefixKv {
@@ -33,9 +90,58 @@ impl PrefixKv {
         }
         Ok(Self {
             geometry,
-            tokens,
+            held: Held::all(tokens),
             data,
         })
+    }
+
+    /// One rank's part of a prefix of `tokens` tokens, laid out as [`RankShard::kv_shard`] says; `whole` is
+    /// the geometry of the model.
+    ///
+    /// # Errors
+    /// Those of [`PrefixKv::new`].
+    pub fn of_rank(
+        rank: &RankShard,
+        whole: &KvGeometry,
+        tokens: usize,
+        data: Vec<f32>,
+    ) -> Result<Self, ModelError> {
+        let geometry = rank.kv_geometry(whole);
+        let held = if rank.shards_prefix() {
+            let ring = rank.place(Axis::Ring);
+            let mut held = Held::default();
+            let shards = SequenceShards::new(tokens, ring.size, 1, CAUSAL_ORDER)?;
+            held.extend(&shards, ring.index);
+            held
+        } else {
+            Held::all(tokens)
+        };
+        let part = Self::new(geometry, held.count(), data)?;
+        Ok(Self { held, ..part })
+    }
+
+    /// What `rank` needs of this whole prefix, by the copies that ship it.
+    ///
+    /// # Errors
+    /// `Internal` when this is not a whole prefix of the rank's model.
+    pub fn part_of(&self, rank: &RankShard) -> Result<Self, ModelError> {
+        let tokens = self.tokens();
+        let refused = |e: kv::KvError| ModelError::Internal(format!("prefix of a rank: {e}"));
+        let whole = KvShard::whole(&self.geometry, self.held.count());
+        let wanted = rank.kv_shard(tokens)?;
+        let copies = Reshard::new(
+            &self.geometry,
+            tokens,
+            std::slice::from_ref(&whole),
+            std::slice::from_ref(&wanted),
+        )
+        .map_err(refused)?;
+        let mut data = vec![0.0; wanted.elements(&self.geometry)];
+        for copy in copies.copies() {
+            let from = copy.src_offset..copy.src_offset + copy.len;
+            data[copy.dst_offset..copy.dst_offset + copy.len].copy_from_slice(&self.data[from]);
+        }
+        Self::of_rank(rank, &self.geometry, tokens, data)
     }
 
     /// Layers, heads, head size and type.
@@ -43,9 +149,24 @@ impl PrefixKv {
         &self.geometry
     }
 
-    /// Tokens held.
+    /// Tokens of the prefix; under a ring this buffer may hold only some.
     pub fn tokens(&self) -> usize {
-        self.tokens
+        self.held.tokens
+    }
+
+    /// Tokens in this buffer, ascending.
+    pub fn held(&self) -> &[Range<usize>] {
+        &self.held.ranges
+    }
+
+    /// Tokens that ring rank `source` contributes to the keys of rank `own`.
+    pub(crate) fn held_from(&self, source: usize, own: usize) -> usize {
+        self.held.from(source, own)
+    }
+
+    /// Whether the ranks of a ring hold different tokens.
+    pub(crate) fn is_spread(&self) -> bool {
+        !self.held.by_ring.is_empty()
     }
 
     /// The values, `[layer][k|v][kv_head][token][dim]`.
@@ -61,7 +182,7 @@ impl PrefixKv {
         self.data.iter().flat_map(|v| v.to_le_bytes()).collect()
     }
 
-    /// The inverse of [`PrefixKv::to_bytes`].
+    /// The inverse of [`PrefixKv::to_bytes`] for a whole prefix.
     ///
     /// # Errors
     /// `Internal` when the number of bytes does not match, `Unimplemented` for a type other than F32.
@@ -83,16 +204,13 @@ impl PrefixKv {
         }
         let (words, _) = bytes.as_chunks::<4>();
         let data = words.iter().map(|w| f32::from_le_bytes(*w)).collect();
-        Ok(Self {
-            geometry,
-            tokens,
-            data,
-        })
+        Self::new(geometry, tokens, data)
     }
 
-    /// Keys and values of one layer, as attention reads them.
+    /// Keys and values in this buffer of one of its layers, as attention reads them.
     pub(crate) fn part(&self, layer: usize) -> KvPart<'_> {
-        part(&self.geometry, &self.data, layer, self.tokens, self.tokens)
+        let held = self.held.count();
+        part(&self.geometry, &self.data, layer, held, held)
     }
 }
 
@@ -101,7 +219,7 @@ impl PrefixKv {
 pub struct KvCache {
     geometry: KvGeometry,
     capacity: usize,
-    len: usize,
+    held: Held,
     data: Vec<f32>,
 }
 
@@ -116,7 +234,7 @@ impl KvCache {
         Ok(Self {
             geometry,
             capacity,
-            len: 0,
+            held: Held::default(),
             data,
         })
     }
@@ -127,8 +245,9 @@ impl KvCache {
     /// Those of [`KvCache::new`], and `Internal` when the prefix is longer than `capacity`.
     pub fn resume(prefix: &PrefixKv, capacity: usize) -> Result<Self, ModelError> {
         let mut cache = Self::new(prefix.geometry, capacity)?;
-        cache.room_for(prefix.tokens)?;
-        let from = prefix.tokens * prefix.geometry.head_dim;
+        let held = prefix.held.count();
+        cache.room_for(held)?;
+        let from = held * prefix.geometry.head_dim;
         let to = capacity * prefix.geometry.head_dim;
         if from > 0 {
             let heads = prefix.data.chunks_exact(from);
@@ -136,18 +255,28 @@ impl KvCache {
                 target[..from].copy_from_slice(source);
             }
         }
-        cache.len = prefix.tokens;
+        cache.held = prefix.held.clone();
         Ok(cache)
     }
 
-    /// Tokens held.
+    /// Tokens of the row so far; under a ring this buffer holds only some of them.
     pub fn len(&self) -> usize {
-        self.len
+        self.held.tokens
     }
 
-    /// True when no token is held.
+    /// True when the row has no token yet.
     pub fn is_empty(&self) -> bool {
-        self.len == 0
+        self.held.tokens == 0
+    }
+
+    /// Tokens that ring rank `source` contributes to the keys of rank `own`.
+    pub(crate) fn held_from(&self, source: usize, own: usize) -> usize {
+        self.held.from(source, own)
+    }
+
+    /// Whether the ranks of a ring hold different tokens.
+    pub(crate) fn is_spread(&self) -> bool {
+        !self.held.by_ring.is_empty()
     }
 
     /// Most tokens it can hold.
@@ -160,18 +289,13 @@ impl KvCache {
         &self.geometry
     }
 
-    /// Drops all tokens from `len` on.
-    pub fn truncate(&mut self, len: usize) {
-        self.len = self.len.min(len);
-    }
-
     /// Freezes the tokens held.
     pub fn into_prefix(self) -> PrefixKv {
         let (from, to) = (
             self.capacity * self.geometry.head_dim,
-            self.len * self.geometry.head_dim,
+            self.held.count() * self.geometry.head_dim,
         );
-        let data = if self.len == self.capacity || from == 0 {
+        let data = if from == to {
             self.data
         } else {
             self.data
@@ -181,21 +305,23 @@ impl KvCache {
         };
         PrefixKv {
             geometry: self.geometry,
-            tokens: self.len,
+            held: self.held,
             data,
         }
     }
 
     pub(crate) fn part(&self, layer: usize) -> KvPart<'_> {
-        part(&self.geometry, &self.data, layer, self.capacity, self.len)
+        let held = self.held.count();
+        part(&self.geometry, &self.data, layer, self.capacity, held)
     }
 
     /// Checks that `tokens` more fit.
     pub(crate) fn room_for(&self, tokens: usize) -> Result<(), ModelError> {
-        if tokens > self.capacity - self.len {
+        let held = self.held.count();
+        if tokens > self.capacity - held {
             return Err(ModelError::Internal(format!(
-                "kv cache of {} tokens holds {} and cannot take {tokens} more",
-                self.capacity, self.len
+                "kv cache of {} tokens holds {held} and cannot take {tokens} more",
+                self.capacity
             )));
         }
         Ok(())
@@ -215,10 +341,11 @@ impl KvCache {
         let heads = self.geometry.kv_heads;
         let side = heads * self.capacity * dim;
         let base = layer * 2 * side;
+        let held = self.held.count();
         for (which, source) in [k.as_f32()?, v.as_f32()?].into_iter().enumerate() {
             let target = &mut self.data[base + which * side..base + (which + 1) * side];
             for head in 0..heads {
-                for (slot, token) in (self.len..).zip(fresh.clone()) {
+                for (slot, token) in (held..).zip(fresh.clone()) {
                     let to = (head * self.capacity + slot) * dim;
                     let from = (token * heads + head) * dim;
                     target[to..to + dim].copy_from_slice(&source[from..from + dim]);
@@ -228,8 +355,9 @@ impl KvCache {
         Ok(())
     }
 
-    pub(crate) fn advance(&mut self, tokens: usize) {
-        self.len += tokens;
+    /// Counts fresh tokens that were dealt to a ring in which this rank is `own`.
+    pub(crate) fn advance(&mut self, fresh: &SequenceShards, own: usize) {
+        self.held.extend(fresh, own);
     }
 }
 
@@ -302,7 +430,8 @@ mod tests {
                 .write(layer, &make(0.0), &make(1.0), 0..tokens)
                 .unwrap();
         }
-        cache.advance(tokens);
+        let alone = SequenceShards::new(tokens, 1, 1, CAUSAL_ORDER).unwrap();
+        cache.advance(&alone, 0);
         cache
     }
 

@@ -149,6 +149,31 @@ pub fn rescale(guided: &mut [f32], cond: &[f32], phi: f64) -> Result<(), ModelEr
     Ok(())
 }
 
+/// Brings each vector of `channels` values of `guided` to the length of the one of `cond`: guidance may turn a
+/// position's velocity, not stretch it.
+///
+/// # Errors
+/// The slices differ in length or are not made of such vectors.
+pub fn preserve_norm(guided: &mut [f32], cond: &[f32], channels: usize) -> Result<(), ModelError> {
+    if guided.len() != cond.len() || channels == 0 || !guided.len().is_multiple_of(channels) {
+        return Err(ModelError::Internal(format!(
+            "norm-preserving guidance over {} and {} values of {channels} channels",
+            guided.len(),
+            cond.len()
+        )));
+    }
+    let length = |v: &[f32]| v.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+    let positions = guided.chunks_exact_mut(channels);
+    for (guided, cond) in positions.zip(cond.chunks_exact(channels)) {
+        let (wanted, got) = (length(cond), length(guided));
+        if got > 0.0 {
+            let factor = (wanted / got) as f32;
+            guided.iter_mut().for_each(|v| *v *= factor);
+        }
+    }
+    Ok(())
+}
+
 /// Unbiased standard deviation, summed in f64.
 fn deviation(values: &[f32]) -> f64 {
     let count = values.len() as f64;
@@ -161,6 +186,16 @@ fn deviation(values: &[f32]) -> f64 {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    #[test]
+    fn norm_preserving_guidance_turns_a_velocity_and_keeps_its_length() {
+        let cond = [3.0, 4.0, 0.0, 2.0, 0.0, 0.0];
+        let mut guided = [0.0, 10.0, 1.0, 0.0, 0.0, 0.0];
+        preserve_norm(&mut guided, &cond, 2).unwrap();
+        assert_eq!(guided, [0.0, 5.0, 2.0, 0.0, 0.0, 0.0]);
+        assert!(preserve_norm(&mut guided, &cond, 4).is_err());
+        assert!(preserve_norm(&mut guided, &cond[1..], 2).is_err());
+    }
 
     #[test]
     fn eight_steps_of_shift_three_are_the_published_ones() {

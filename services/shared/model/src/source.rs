@@ -1,6 +1,8 @@
 //! Where weights come from while a model is being built: a checkpoint or a random generator.
 
-use kernels::{Conv2dWeight, Conv3dWeight, LinearWeight, Tensor};
+use std::ops::Range;
+
+use kernels::{Conv2dWeight, Conv3dWeight, DType, LinearWeight, Tensor};
 
 use crate::error::ModelError;
 
@@ -58,6 +60,39 @@ impl<'a> Scope<'a> {
         Ok(LinearWeight::new(&weight, None)?)
     }
 
+    /// The given output features of `weight [out, in]`, one range after the other, without bias.
+    pub(crate) fn linear_rows(
+        &self,
+        input: usize,
+        output: usize,
+        rows: &[Range<usize>],
+    ) -> Result<LinearWeight, ModelError> {
+        if rows == std::slice::from_ref(&(0..output)) {
+            return self.linear(input, output);
+        }
+        let weight = self.tensor("weight", &[output, input])?;
+        let pieces = rows.iter().map(|r| r.start * input..r.end * input);
+        let kept = rows.iter().map(Range::len).sum();
+        let part = gather(&weight, &[kept, input], pieces)?;
+        Ok(LinearWeight::new(&part, None)?)
+    }
+
+    /// The given input features of `weight [out, in]`, without bias.
+    pub(crate) fn linear_columns(
+        &self,
+        input: usize,
+        output: usize,
+        columns: &Range<usize>,
+    ) -> Result<LinearWeight, ModelError> {
+        if *columns == (0..input) {
+            return self.linear(input, output);
+        }
+        let weight = self.tensor("weight", &[output, input])?;
+        let row = |r: usize| r * input + columns.start..r * input + columns.end;
+        let part = gather(&weight, &[output, columns.len()], (0..output).map(row))?;
+        Ok(LinearWeight::new(&part, None)?)
+    }
+
     /// `weight [out, in]` and `bias [out]`.
     pub(crate) fn linear_bias(
         &self,
@@ -100,6 +135,26 @@ impl<'a> Scope<'a> {
             bias: self.f32("bias", &[n])?,
         })
     }
+}
+
+/// The elements of `whole` in `pieces`, as a tensor of the same type.
+fn gather(
+    whole: &Tensor,
+    shape: &[usize],
+    pieces: impl Iterator<Item = Range<usize>>,
+) -> Result<Tensor, ModelError> {
+    Ok(match whole.dtype() {
+        DType::F32 => {
+            let data = whole.as_f32()?;
+            let kept: Vec<&[f32]> = pieces.map(|piece| &data[piece]).collect();
+            Tensor::from_f32(shape, kept.concat())?
+        }
+        DType::Bf16 => {
+            let data = whole.as_bf16()?;
+            let kept: Vec<_> = pieces.map(|piece| &data[piece]).collect();
+            Tensor::from_bf16(shape, kept.concat())?
+        }
+    })
 }
 
 /// Scale and shift of a normalisation, both `[n]`, F32.

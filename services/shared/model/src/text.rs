@@ -63,7 +63,7 @@ impl Model {
         let inputs: Vec<RowInput<'_>> = prepared.iter().map(PreparedRow::input).collect();
         let mut caches: Vec<KvCache> = inputs
             .iter()
-            .map(|input| KvCache::new(self.info().kv, input.ids.len() + new_tokens))
+            .map(|input| self.cache(input.ids.len() + new_tokens))
             .collect::<Result<_, _>>()?;
         let mut refs: Vec<&mut KvCache> = caches.iter_mut().collect();
         let hidden = self.run_rows(ctx, &inputs, &mut refs, &mut NoProbe)?;

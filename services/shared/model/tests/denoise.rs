@@ -1,48 +1,22 @@
 //! Denoise jobs on a small random model: packing, isolation, caching and refusals.
 #![allow(clippy::unwrap_used, missing_docs)]
 
+mod common;
+
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
+use common::{CELL, Case, config, ctx, ids};
 use kernels::Tensor;
 use model::backbone::NoProbe;
 use model::diffusion::Velocities;
 use model::input::RowInput;
 use model::positions::ImageSpan;
 use model::{
-    DenoiseJob, ErrorKind, JobOptions, JobSpec, KvCache, Latents, LoadOptions, Model, ModelConfig,
-    ModelError, Parts, PrefixKv,
+    DenoiseJob, ErrorKind, JobOptions, JobSpec, KvCache, Latents, LoadOptions, Model, ModelError,
+    Parts, PrefixKv,
 };
-use parallel::RankContext;
 use proptest::prelude::*;
-use serde_json::json;
-
-const CELL: usize = 16;
-
-fn config(distilled: bool) -> ModelConfig {
-    let config = json!({
-        "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 6, "num_key_value_heads": 2, "attention_head_dim": 8,
-        "intermediate_size": 24, "moe_intermediate_size": [24, 40], "num_experts": 5,
-        "moe_topk": [3, 2], "use_mixed_mlp_moe": true, "num_shared_expert": [2, 1],
-        "norm_topk_prob": true, "use_qk_norm": true, "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0, "max_position_embeddings": 300, "patch_embed_hidden_dim": 32,
-        "image_base_size": 64, "cfg_distilled": distilled, "use_meanflow": distilled,
-        "vae": {
-            "latent_channels": 4, "block_out_channels": [32, 32, 32, 32, 32],
-            "layers_per_block": 1, "ffactor_spatial": CELL, "ffactor_temporal": 4,
-            "sample_size": 64, "scaling_factor": 0.5,
-        },
-        "vit": {
-            "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
-            "num_attention_heads": 2, "patch_size": 16, "num_patches": 16,
-            "hidden_act": "gelu_pytorch_tanh",
-        },
-        "vit_processor": { "max_num_patches": 16 },
-        "vit_aligner": { "projector_type": "mlp_gelu", "input_dim": 16, "n_embed": 64 },
-    });
-    ModelConfig::parse(&config, &json!({ "flow_shift": 3.0 })).unwrap()
-}
 
 fn model(distilled: bool) -> &'static Model {
     static PLAIN: OnceLock<Model> = OnceLock::new();
@@ -61,55 +35,8 @@ fn model(distilled: bool) -> &'static Model {
     })
 }
 
-fn ctx() -> RankContext {
-    RankContext::single()
-}
-
-fn ids(tokens: usize, salt: u64) -> Vec<u32> {
-    (0..tokens as u64)
-        .map(|i| ((i * 37 + salt * 11 + i * i) % 100) as u32)
-        .collect()
-}
-
-/// Keys and values of `ids` as text.
-fn prefix(model: &Model, ids: &[u32]) -> Arc<PrefixKv> {
-    let row = RowInput {
-        start: 0,
-        ids,
-        images: &[],
-        full: &[],
-        vectors: &[],
-    };
-    let mut cache = KvCache::new(model.info().kv, ids.len()).unwrap();
-    model.fill_rows(&ctx(), &[row], &mut [&mut cache]).unwrap();
-    Arc::new(cache.into_prefix())
-}
-
-#[derive(Clone, Debug)]
-struct Case {
-    grid: (usize, usize),
-    steps: usize,
-    seed: u64,
-    guidance: f64,
-    tokens: (usize, usize),
-}
-
-impl Case {
-    fn spec(&self, model: &Model) -> JobSpec {
-        JobSpec {
-            height: self.grid.0 * CELL,
-            width: self.grid.1 * CELL,
-            steps: self.steps,
-            guidance: self.guidance,
-            seed: self.seed,
-            cond: prefix(model, &ids(self.tokens.0, self.seed)),
-            uncond: Some(prefix(model, &ids(self.tokens.1, self.seed + 1))),
-        }
-    }
-
-    fn job(&self, model: &Model) -> DenoiseJob {
-        DenoiseJob::new(model, self.spec(model)).unwrap()
-    }
+fn job(case: &Case, model: &Model) -> DenoiseJob {
+    DenoiseJob::new(model, case.spec(model)).unwrap()
 }
 
 fn case() -> impl Strategy<Value = Case> {
@@ -156,9 +83,9 @@ proptest! {
         distilled: bool,
     ) {
         let model = model(distilled);
-        let packed = run(model, cases.iter().map(|c| c.job(model)).collect(), &joins);
+        let packed = run(model, cases.iter().map(|c| job(c, model)).collect(), &joins);
         for (case, packed) in cases.iter().zip(packed) {
-            let alone = run(model, vec![case.job(model)], &[0]);
+            let alone = run(model, vec![job(case, model)], &[0]);
             prop_assert!(alone[0].is_finite());
             prop_assert_eq!(&alone[0], &packed);
         }
@@ -169,7 +96,7 @@ proptest! {
         let model = model(false);
         let with = |threads: usize| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            pool.install(|| run(model, vec![case.job(model)], &[0]))
+            pool.install(|| run(model, vec![job(&case, model)], &[0]))
         };
         prop_assert_eq!(with(1), with(threads));
     }
@@ -181,16 +108,16 @@ proptest! {
         let poison = Latents::new(4, h, w, vec![f32::NAN; 4 * h * w]).unwrap();
         let options = JobOptions { init_latents: Some(poison), ..JobOptions::default() };
         let poisoned = DenoiseJob::with_options(model, bad.spec(model), options).unwrap();
-        let together = run(model, vec![poisoned, good.job(model)], &[0, 0]);
+        let together = run(model, vec![poisoned, job(&good, model)], &[0, 0]);
         prop_assert!(!together[0].is_finite());
-        prop_assert_eq!(&together[1], &run(model, vec![good.job(model)], &[0])[0]);
+        prop_assert_eq!(&together[1], &run(model, vec![job(&good, model)], &[0])[0]);
     }
 
     #[test]
     fn a_step_behind_a_prefix_equals_the_whole_sequence(case in case(), distilled: bool) {
         let model = model(distilled);
         let case = Case { guidance: if distilled { 2.5 } else { 1.0 }, steps: 3, ..case };
-        let mut job = case.job(model);
+        let mut job = job(&case, model);
         let mut start = job.latents().unwrap();
         for step in 0..case.steps {
             let mut cached = Vec::new();
@@ -339,10 +266,10 @@ fn a_bad_number_is_refused_by_name() {
 fn a_foreign_prefix_is_refused() {
     let model = model(false);
     let mut spec = plain().spec(model);
-    let mut geometry = *spec.cond.geometry();
+    let mut geometry = *spec.cond.as_ref().unwrap().geometry();
     geometry.layers = 1;
     let data = vec![0.0; geometry.elements_per_token() * 5];
-    spec.cond = Arc::new(PrefixKv::new(geometry, 5, data).unwrap());
+    spec.cond = Some(Arc::new(PrefixKv::new(geometry, 5, data).unwrap()));
     assert!(matches!(
         DenoiseJob::new(model, spec).unwrap_err().kind(),
         ErrorKind::Internal
@@ -352,14 +279,14 @@ fn a_foreign_prefix_is_refused() {
 #[test]
 fn a_finished_job_fails_the_call_and_changes_no_other_job() {
     let model = model(false);
-    let mut done = Case {
+    let one_step = Case {
         steps: 1,
         ..plain()
-    }
-    .job(model);
+    };
+    let mut done = job(&one_step, model);
     model.denoise_step(&ctx(), &mut [&mut done]).unwrap();
     assert!(done.is_done());
-    let mut other = plain().job(model);
+    let mut other = job(&plain(), model);
     let before = other.latents().unwrap();
     assert!(
         model
@@ -381,7 +308,7 @@ fn rescaled_guidance_changes_the_picture_and_zero_does_not() {
         let job = DenoiseJob::with_options(model, plain().spec(model), options).unwrap();
         run(model, vec![job], &[0]).remove(0)
     };
-    let plain = run(model, vec![plain().job(model)], &[0]).remove(0);
+    let plain = run(model, vec![job(&plain(), model)], &[0]).remove(0);
     assert_eq!(with(0.0), plain);
     assert_ne!(with(0.7), plain);
 }

@@ -57,12 +57,11 @@ impl SequenceShards {
                 (shards.shard_len().div_ceil(ulysses), lists)
             }
         };
-        let whole = |list: Vec<Range<usize>>| list.into_iter().filter(|r| !r.is_empty()).collect();
         Ok(Self {
             tokens,
             ulysses,
             piece,
-            lists: lists.into_iter().map(whole).collect(),
+            lists: lists.into_iter().map(joined).collect(),
         })
     }
 
@@ -172,6 +171,18 @@ impl SequenceShards {
         }
         Ok(whole)
     }
+}
+
+/// The ranges without empty ones, neighbours made one.
+fn joined(list: Vec<Range<usize>>) -> Vec<Range<usize>> {
+    let mut out: Vec<Range<usize>> = Vec::with_capacity(list.len());
+    for range in list.into_iter().filter(|r| !r.is_empty()) {
+        match out.last_mut() {
+            Some(last) if last.end == range.start => last.end = range.end,
+            _ => out.push(range),
+        }
+    }
+    out
 }
 
 fn mismatch(field: &'static str, expected: usize, got: usize) -> ParallelError {

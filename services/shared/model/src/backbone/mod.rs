@@ -1,24 +1,42 @@
 //! The decoder: layers over packed rows, and the embeddings at both of its ends.
 //!
-//! This module knows tokens, rows and hidden states. It knows no picture, no timestep and no request.
+//! This module knows tokens, rows, hidden states and ranks. It knows no picture, no timestep and no
+//! request.
 
+mod attention;
 mod layer;
+mod moe;
+mod packing;
 mod probe;
 mod row;
 
 use kernels::{LinearWeight, RopeTable, Tensor, embedding, linear, rms_norm};
+use parallel::sp_plan::SpTensor;
+use parallel::{Axis, AxisSet, RankContext};
 
 use self::layer::{Layer, Pass};
+use self::packing::Packing;
 pub use self::probe::{NoProbe, Probe, Site};
-use self::row::Packing;
 pub use self::row::{Row, RowKv, RowSegment, segments};
 use crate::config::ModelConfig;
 use crate::error::ModelError;
+use crate::rank::{RankShard, group};
 use crate::source::Scope;
 
-/// The decoder layers with the token embedding, and the text head where text is wanted.
+/// What a pass is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Goal {
+    /// The hidden states after the last layer.
+    Hidden,
+    /// The rows' caches: the last layer stops at its keys and values, since nobody reads its output.
+    Cache,
+}
+
+/// One rank's decoder layers with the token embedding, and the text head where text is wanted.
 #[derive(Debug)]
 pub struct Backbone {
+    rank: RankShard,
+    hidden: usize,
     embedding: Tensor,
     layers: Vec<Layer>,
     head: Option<TextHead>,
@@ -36,6 +54,7 @@ impl Backbone {
     pub(crate) fn load(
         root: &Scope<'_>,
         config: &ModelConfig,
+        rank: &RankShard,
         with_text_head: bool,
     ) -> Result<Self, ModelError> {
         let model = root.child("model");
@@ -48,10 +67,13 @@ impl Backbone {
                 projection: root.child("lm_head").linear(hidden, vocab)?,
             })
         });
+        let own = rank.layers();
         Ok(Self {
+            rank: rank.clone(),
+            hidden,
             embedding: model.child("wte").tensor("weight", &[vocab, hidden])?,
-            layers: (0..config.num_layers())
-                .map(|l| Layer::load(&layers.child(l), config, l))
+            layers: own
+                .map(|l| Layer::load(&layers.child(l), config, rank, l))
                 .collect::<Result<_, _>>()?,
             head: head.transpose()?,
         })
@@ -65,57 +87,144 @@ impl Backbone {
         Ok(embedding(ids, &self.embedding)?)
     }
 
-    /// Runs all layers over packed rows: `x` and the result are `[tokens, hidden]`, `rope` has one entry
-    /// for each packed token. The result is the raw residual stream, without a final norm.
+    /// Runs packed rows through the layers of all pipeline stages. `x` is `[tokens of all rows, hidden]` and
+    /// is read on the first stage only; `rope` has one entry for each of these tokens. On the last stage the
+    /// result is the raw residual stream of all tokens, without a final norm, when that is the goal.
+    ///
+    /// Between stages each row travels by itself, so that a stage works on one while the next works on
+    /// another.
     ///
     /// # Errors
-    /// `Internal` when segments do not cover a row or a cache is full, `Kernel` when shapes disagree.
-    pub fn forward<P: Probe>(
+    /// `Internal` when segments do not cover a row or a cache is full, `Kernel` when shapes disagree,
+    /// `Ranks` when another rank fails.
+    pub(crate) fn run<P: Probe>(
         &self,
-        mut x: Tensor,
+        ctx: &RankContext,
+        x: Option<Tensor>,
         rows: &mut [Row<'_>],
         rope: &RopeTable,
+        goal: Goal,
         probe: &mut P,
-    ) -> Result<Tensor, ModelError> {
-        let packing = Packing::new(rows)?;
-        let mut pass = Pass {
-            rows: &mut *rows,
-            packing: &packing,
-            rope,
-        };
-        for layer in &self.layers {
-            layer.forward(&mut x, &mut pass, probe)?;
+    ) -> Result<Option<Tensor>, ModelError> {
+        self.rank.check(ctx)?;
+        if self.rank.plan().pp == 1 {
+            return self.stage(ctx, x, (rows, rope), goal, probe);
         }
-        advance(rows);
-        Ok(x)
+        let (mut out, mut at) = (Vec::with_capacity(rows.len()), 0);
+        for row in rows.chunks_mut(1) {
+            let tokens = row[0].tokens;
+            let part = |t: &Tensor| t.narrow0(at, tokens);
+            let x = x.as_ref().map(part).transpose()?;
+            let rope = RopeTable {
+                cos: part(&rope.cos)?,
+                sin: part(&rope.sin)?,
+            };
+            out.extend(self.stage(ctx, x, (row, &rope), goal, probe)?);
+            at += tokens;
+        }
+        let parts: Vec<&Tensor> = out.iter().collect();
+        Ok((!parts.is_empty())
+            .then(|| Tensor::concat0(&parts))
+            .transpose()?)
     }
 
-    /// Like [`Backbone::forward`], but only to fill the rows' caches: the last layer stops at its keys
-    /// and values, since nobody reads its output.
-    ///
-    /// # Errors
-    /// Those of [`Backbone::forward`].
-    pub fn fill<P: Probe>(
+    /// Rows through the layers of this stage.
+    fn stage<P: Probe>(
         &self,
-        mut x: Tensor,
-        rows: &mut [Row<'_>],
-        rope: &RopeTable,
+        ctx: &RankContext,
+        x: Option<Tensor>,
+        (rows, rope): (&mut [Row<'_>], &RopeTable),
+        goal: Goal,
         probe: &mut P,
-    ) -> Result<(), ModelError> {
-        let packing = Packing::new(rows)?;
+    ) -> Result<Option<Tensor>, ModelError> {
+        let packing = Packing::new(rows, &self.rank)?;
+        self.check_table(&packing, rope)?;
+        let (stage, (first, last)) = (self.rank.place(Axis::Pp), self.rank.ends());
+        let mut x = if first {
+            let missing = || ModelError::Internal("the first stage got no tokens".into());
+            packing.cut(&x.ok_or_else(missing)?)?
+        } else {
+            let got = group(ctx, Axis::Pp)?.recv(stage.index - 1)?.wait()?;
+            let tokens: usize = packing.own_tokens().sum();
+            Tensor::from_f32(&[tokens, self.hidden], got)?
+        };
+        let rope = packing.cut_rope(rope)?;
         let mut pass = Pass {
+            ctx,
+            rank: &self.rank,
             rows: &mut *rows,
             packing: &packing,
-            rope,
+            rope: &rope,
         };
-        if let Some((last, before)) = self.layers.split_last() {
-            for layer in before {
-                layer.forward(&mut x, &mut pass, probe)?;
-            }
-            last.forward_kv_only(&x, &mut pass, probe)?;
+        let cut_short = usize::from(last && goal == Goal::Cache);
+        let (whole, short) = self.layers.split_at(self.layers.len() - cut_short);
+        for layer in whole {
+            layer.forward(&mut x, &mut pass, probe)?;
         }
-        advance(rows);
+        for layer in short {
+            layer.forward_kv_only(&x, &mut pass, probe)?;
+        }
+        packing.advance(rows);
+        if !last {
+            group(ctx, Axis::Pp)?.send(stage.index + 1, x.to_f32_vec())?;
+            return Ok(None);
+        }
+        (goal == Goal::Hidden)
+            .then(|| self.gather(ctx, x, &packing))
+            .transpose()
+    }
+
+    /// Holds the shapes of a pass against the sequence table.
+    fn check_table(&self, packing: &Packing, rope: &RopeTable) -> Result<(), ModelError> {
+        if packing.is_whole() {
+            return Ok(());
+        }
+        let ranks = self.rank.place(AxisSet::SEQUENCE).size;
+        for rule in self.rank.sequence_table().rules() {
+            let width = match &rule.tensor {
+                SpTensor::Input(name) if name.starts_with("rope") => rope.cos.dim(1),
+                _ => self.hidden,
+            };
+            for shards in packing.shards() {
+                rule.split(&[shards.tokens(), width], 0, ranks)?;
+            }
+        }
         Ok(())
+    }
+
+    /// The hidden states of all tokens, from the ranks of the sequence group.
+    fn gather(
+        &self,
+        ctx: &RankContext,
+        own: Tensor,
+        packing: &Packing,
+    ) -> Result<Tensor, ModelError> {
+        if packing.is_whole() {
+            return Ok(own);
+        }
+        let (mut padded, mut at) = (Vec::new(), 0);
+        for (tokens, shards) in packing.own_tokens().zip(packing.shards()) {
+            let next = at + tokens * self.hidden;
+            let end = padded.len() + shards.piece() * self.hidden;
+            padded.extend_from_slice(&own.as_f32()?[at..next]);
+            padded.resize(end, 0.0);
+            at = next;
+        }
+        let each = padded.len();
+        let got = group(ctx, AxisSet::SEQUENCE)?.all_gather(padded)?.wait()?;
+        let (mut all, mut base) = (Vec::new(), 0);
+        for shards in packing.shards() {
+            let size = shards.piece() * self.hidden;
+            let parts: Vec<&[f32]> = (0..shards.ring() * packing.ulysses().size)
+                .map(|rank| &got[rank * each + base..rank * each + base + size])
+                .collect();
+            all.extend(shards.sp_gather(&parts, self.hidden)?);
+            base += size;
+        }
+        Ok(Tensor::from_f32(
+            &[all.len() / self.hidden, self.hidden],
+            all,
+        )?)
     }
 
     /// Final norm of hidden states `[tokens, hidden]`.
@@ -139,13 +248,5 @@ impl Backbone {
         self.head.as_ref().ok_or_else(|| {
             ModelError::Internal("the text head was not loaded (LoadOptions.text)".into())
         })
-    }
-}
-
-fn advance(rows: &mut [Row<'_>]) {
-    for row in rows {
-        if let RowKv::Append(cache) = &mut row.kv {
-            cache.advance(row.tokens);
-        }
     }
 }

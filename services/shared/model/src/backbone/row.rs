@@ -5,7 +5,8 @@
 
 use std::ops::Range;
 
-use kernels::{AttnRow, Segment, SegmentKind};
+use kernels::{KvPart, SegmentKind};
+use parallel::TokenOrder;
 
 use crate::error::ModelError;
 use crate::prefix::{KvCache, PrefixKv};
@@ -32,7 +33,7 @@ pub enum RowKv<'a> {
 }
 
 impl RowKv<'_> {
-    /// Tokens before the row's first fresh one.
+    /// Tokens before the row's first fresh one, over all ranks.
     pub fn past(&self) -> usize {
         match self {
             Self::Fresh => 0,
@@ -40,84 +41,47 @@ impl RowKv<'_> {
             Self::Append(cache) => cache.len(),
         }
     }
+
+    /// Past tokens that ring rank `source` contributes to the keys of ring rank `own`.
+    pub(super) fn held_from(&self, source: usize, own: usize) -> usize {
+        match self {
+            Self::Fresh => 0,
+            Self::Past(prefix) => prefix.held_from(source, own),
+            Self::Append(cache) => cache.held_from(source, own),
+        }
+    }
+
+    /// Whether the ranks of a ring hold different past tokens.
+    pub(super) fn is_spread(&self) -> bool {
+        match self {
+            Self::Fresh => false,
+            Self::Past(prefix) => prefix.is_spread(),
+            Self::Append(cache) => cache.is_spread(),
+        }
+    }
+
+    /// The past tokens this rank holds, in one of its layers.
+    pub(super) fn part(&self, layer: usize) -> Option<KvPart<'_>> {
+        match self {
+            Self::Fresh => None,
+            Self::Past(prefix) => Some(prefix.part(layer)),
+            Self::Append(cache) => Some(cache.part(layer)),
+        }
+        .filter(|part| part.len > 0)
+    }
 }
 
 /// One row of a packed pass.
 #[derive(Debug)]
 pub struct Row<'a> {
-    /// Fresh tokens.
+    /// Fresh tokens, over all ranks.
     pub tokens: usize,
     /// Cover the fresh tokens without gap, in order.
     pub segments: &'a [RowSegment],
     /// Past and sink.
     pub kv: RowKv<'a>,
-}
-
-/// The rows as attention wants them: built once, used by every layer.
-#[derive(Debug)]
-pub(crate) struct Packing {
-    /// Packed tokens of each row.
-    pub(crate) fresh: Vec<Range<usize>>,
-    pub(crate) segments: Vec<Segment>,
-    pub(crate) tokens: usize,
-}
-
-impl Packing {
-    pub(crate) fn new(rows: &[Row<'_>]) -> Result<Self, ModelError> {
-        let mut packing = Self {
-            fresh: Vec::with_capacity(rows.len()),
-            segments: Vec::new(),
-            tokens: 0,
-        };
-        for (index, row) in rows.iter().enumerate() {
-            let start = packing.tokens;
-            packing.tokens += row.tokens;
-            packing.fresh.push(start..packing.tokens);
-            let past = row.kv.past();
-            if let RowKv::Append(cache) = &row.kv {
-                cache.room_for(row.tokens)?;
-            }
-            let mut next = 0;
-            for segment in row.segments {
-                if segment.tokens.start != next || segment.tokens.end < next {
-                    return Err(uncovered(index, row.tokens));
-                }
-                next = segment.tokens.end;
-                packing.segments.push(Segment {
-                    row: index,
-                    q: start + segment.tokens.start..start + segment.tokens.end,
-                    kind: segment.kind,
-                    q_pos: past + segment.tokens.start,
-                    keys: past + segment.tokens.end,
-                });
-            }
-            if next != row.tokens {
-                return Err(uncovered(index, row.tokens));
-            }
-        }
-        Ok(packing)
-    }
-
-    /// Keys of every row in one layer.
-    pub(crate) fn attention_rows<'a>(&self, rows: &'a [Row<'_>], layer: usize) -> Vec<AttnRow<'a>> {
-        let pasts = rows.iter().map(|row| match &row.kv {
-            RowKv::Fresh => None,
-            RowKv::Past(prefix) => Some(prefix.part(layer)),
-            RowKv::Append(cache) => (!cache.is_empty()).then(|| cache.part(layer)),
-        });
-        let rows = pasts.zip(&self.fresh);
-        rows.map(|(past, fresh)| AttnRow {
-            past,
-            fresh: fresh.clone(),
-        })
-        .collect()
-    }
-}
-
-fn uncovered(row: usize, tokens: usize) -> ModelError {
-    ModelError::Internal(format!(
-        "segments of row {row} do not cover its {tokens} tokens in order"
-    ))
+    /// How a ring deals the fresh tokens.
+    pub order: TokenOrder,
 }
 
 /// The segments of tokens `range` of a row whose full-attention spans are `full`: causal everywhere else.
@@ -178,19 +142,5 @@ mod tests {
         assert!(segments(0..5, span).is_err());
         assert!(segments(5..9, span).is_err());
         assert_eq!(segments(6..9, &[4..6, 9..12]).unwrap().len(), 1);
-    }
-
-    #[test]
-    fn segments_that_leave_a_gap_are_refused() {
-        let segments = [RowSegment {
-            tokens: 1..3,
-            kind: SegmentKind::Causal,
-        }];
-        let rows = [Row {
-            tokens: 3,
-            segments: &segments,
-            kv: RowKv::Fresh,
-        }];
-        assert!(Packing::new(&rows).is_err());
     }
 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use kernels::{RopeTable, Tensor};
+use parallel::{Axis, GUIDANCE_ROWS};
 
 use super::embedders::special_tokens;
 use super::{ImageHead, ImageStem};
@@ -14,6 +15,7 @@ use crate::noise::initial_latents;
 use crate::picture::Latents;
 use crate::positions::{ImageSpan, positions, rope_table};
 use crate::prefix::PrefixKv;
+use crate::rank::RankShard;
 use crate::scheduler::Schedule;
 
 /// Largest guidance scale that a job accepts.
@@ -32,9 +34,11 @@ pub struct JobSpec {
     pub guidance: f64,
     /// Seed of the initial latents.
     pub seed: u64,
-    /// Keys and values of the prompt.
-    pub cond: Arc<PrefixKv>,
-    /// Keys and values of the row without prompt; needed (and used) only where guidance takes two rows.
+    /// Keys and values of the prompt, as much of them as the rank needs. Absent on a rank that computes
+    /// only the other row.
+    pub cond: Option<Arc<PrefixKv>>,
+    /// Keys and values of the row without prompt, likewise; needed (and used) only where guidance takes two
+    /// rows.
     pub uncond: Option<Arc<PrefixKv>>,
 }
 
@@ -43,6 +47,8 @@ pub struct JobSpec {
 pub struct JobOptions {
     /// 0..=1: how far the guided velocity is brought back to the deviation of the conditional one.
     pub guidance_rescale: f64,
+    /// Brings the guided velocity of every latent position back to the length of the conditional one.
+    pub preserve_norm: bool,
     /// Shift of the sigma schedule; the model's default when absent.
     pub flow_shift: Option<f64>,
     /// Start from these latents rather than from the seed.
@@ -59,15 +65,20 @@ pub struct DenoiseJob {
     pub(super) step: usize,
     pub(super) guidance: f64,
     pub(super) rescale: f64,
-    /// The conditional row first.
+    pub(super) preserve_norm: bool,
+    /// Rows over all ranks.
+    rows: usize,
+    /// Of this rank's rows, the conditional one first.
     pub(super) prefixes: Vec<Arc<PrefixKv>>,
-    /// Of all rows, one after the other.
+    /// Of this rank's rows, one after the other.
     pub(super) rope: RopeTable,
     /// The same for every row.
     pub(super) segments: Vec<RowSegment>,
     pub(super) times: TimeVectors,
     /// `[1, h, w, latent]`.
     pub(super) latents: Tensor,
+    /// False on a rank between the first and the last pipeline stage after a step.
+    pub(super) has_latents: bool,
 }
 
 /// Everything a step needs that depends on its time only.
@@ -102,23 +113,21 @@ impl DenoiseJob {
         spec: JobSpec,
         options: JobOptions,
     ) -> Result<Self, ModelError> {
-        let config = model.config();
-        let grid = check(config, &spec, &options)?;
+        let (config, rank) = (model.config(), model.rank());
+        let rows = rows(config, rank, spec.guidance)?;
+        let prefixes = prefixes(&spec, rank, rows)?;
+        let grid = check(config, &spec, &options, &prefixes)?;
         let shift = options.flow_shift.unwrap_or(config.generation.flow_shift);
         let schedule = Schedule::new(spec.steps, shift)?;
         let latents = initial(config, &spec, options.init_latents, grid)?;
         let (stem, head) = (model.image_stem()?, model.image_head()?);
         let times = TimeVectors::new(stem, head, &schedule, spec.guidance)?;
-        let mut prefixes = vec![spec.cond];
-        if config.guidance_needs_two_rows(spec.guidance) {
-            prefixes.extend(spec.uncond);
-        }
+        let own = rank.kv_geometry(&model.info().kv);
         for prefix in &prefixes {
-            if prefix.geometry() != &model.info().kv {
+            if *prefix.geometry() != own {
                 return Err(ModelError::Internal(format!(
-                    "prefix geometry {:?} is not the model's {:?}",
-                    prefix.geometry(),
-                    model.info().kv
+                    "prefix geometry {:?} is not the rank's {own:?}",
+                    prefix.geometry()
                 )));
             }
         }
@@ -132,8 +141,11 @@ impl DenoiseJob {
             step: 0,
             guidance: spec.guidance,
             rescale: options.guidance_rescale,
+            preserve_norm: options.preserve_norm,
+            rows,
             prefixes,
             times,
+            has_latents: true,
         })
     }
 
@@ -152,12 +164,12 @@ impl DenoiseJob {
         self.step >= self.steps()
     }
 
-    /// Rows of a packed pass: 2 under guidance, else 1.
+    /// Rows of the request, over all ranks: 2 under guidance, else 1.
     pub fn rows(&self) -> usize {
-        self.prefixes.len()
+        self.rows
     }
 
-    /// Query tokens of one step, over all rows.
+    /// Query tokens of one step, over all rows and ranks.
     pub fn tokens(&self) -> usize {
         self.rows() * self.row_tokens()
     }
@@ -165,8 +177,12 @@ impl DenoiseJob {
     /// The latents after the steps done so far.
     ///
     /// # Errors
-    /// `Kernel`, which would be a defect.
+    /// `Internal` on a rank between the first and the last pipeline stage, which does not have them.
     pub fn latents(&self) -> Result<Latents, ModelError> {
+        if !self.has_latents {
+            let message = "latents are on the first and the last pipeline stage";
+            return Err(ModelError::Internal(message.into()));
+        }
         let channels = self.latents.dim(3);
         Latents::from_channels_last(
             channels,
@@ -206,11 +222,47 @@ impl TimeVectors {
     }
 }
 
+/// Rows of a request with this guidance, over all ranks.
+fn rows(config: &ModelConfig, rank: &RankShard, guidance: f64) -> Result<usize, ModelError> {
+    let rows = if config.guidance_needs_two_rows(guidance) {
+        GUIDANCE_ROWS
+    } else {
+        1
+    };
+    let plan = rank.plan().check_guidance(guidance);
+    plan.map_err(|e| ModelError::invalid("guidance", e.to_string()))?;
+    Ok(rows)
+}
+
+/// The prefixes of the rows this rank computes.
+fn prefixes(
+    spec: &JobSpec,
+    rank: &RankShard,
+    rows: usize,
+) -> Result<Vec<Arc<PrefixKv>>, ModelError> {
+    let cfg = rank.place(Axis::Cfg);
+    let given = [&spec.cond, &spec.uncond];
+    let own = if cfg.size == 1 {
+        0..rows
+    } else {
+        cfg.index..cfg.index + 1
+    };
+    let taken = own.map(|row| {
+        let (name, prefix) = (["conditional", "unconditional"][row], given[row].clone());
+        prefix.ok_or_else(|| {
+            let message = format!("{} needs the {name} prefix", spec.guidance);
+            ModelError::invalid("guidance", message)
+        })
+    });
+    taken.collect()
+}
+
 /// Checks every number of a job; returns its latent grid.
 fn check(
     config: &ModelConfig,
     spec: &JobSpec,
     options: &JobOptions,
+    prefixes: &[Arc<PrefixKv>],
 ) -> Result<(usize, usize), ModelError> {
     let cell = config.pixels_per_token();
     for (field, side) in [("height", spec.height), ("width", spec.width)] {
@@ -227,16 +279,8 @@ fn check(
         let message = format!("{} is not in 0..=1", options.guidance_rescale);
         return Err(ModelError::invalid("guidance_rescale", message));
     }
-    if config.guidance_needs_two_rows(spec.guidance) && spec.uncond.is_none() {
-        let message = format!("{} needs the unconditional prefix", spec.guidance);
-        return Err(ModelError::invalid("guidance", message));
-    }
     let grid = (spec.height / cell, spec.width / cell);
-    let longest = spec
-        .uncond
-        .iter()
-        .map(|p| p.tokens())
-        .fold(spec.cond.tokens(), usize::max);
+    let longest = prefixes.iter().map(|p| p.tokens()).max().unwrap_or(0);
     let tokens = grid.0.saturating_mul(grid.1).saturating_add(longest);
     if tokens > config.max_position_embeddings {
         let message = format!(

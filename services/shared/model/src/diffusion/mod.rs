@@ -9,6 +9,6 @@ mod time;
 pub use convs::{FinalLayer, PatchEmbed};
 pub use embedders::{ImageHead, ImageStem};
 pub use job::{DenoiseJob, JobOptions, JobSpec, MAX_GUIDANCE};
-pub(crate) use step::{Modules, denoise_step};
+pub(crate) use step::Modules;
 pub use step::{Observer, Velocities};
 pub use time::TimeEmbedder;

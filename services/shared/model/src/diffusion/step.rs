@@ -3,12 +3,14 @@
 //! Hot path: no table, no weight and no time vector is computed here.
 
 use kernels::{RopeTable, Tensor};
+use parallel::{Axis, RankContext, TokenOrder};
 
 use super::job::DenoiseJob;
 use super::{ImageHead, ImageStem};
-use crate::backbone::{Backbone, Probe, Row, RowKv};
+use crate::backbone::{Backbone, Goal, Probe, Row, RowKv};
 use crate::error::ModelError;
-use crate::scheduler::{guide, rescale};
+use crate::rank::{RankShard, group};
+use crate::scheduler::{guide, preserve_norm, rescale};
 
 /// The velocities of one job in one step, each `[h, w, latent]`.
 #[derive(Clone, Copy, Debug)]
@@ -21,59 +23,120 @@ pub struct Velocities<'a> {
     pub guided: &'a [f32],
 }
 
-/// Sees the velocities of job `index` (its place in the call) before its latents change.
+/// Sees the velocities of job `index` (its place in the call) before its latents change; called on the last
+/// pipeline stage.
 pub type Observer<'a> = &'a mut dyn FnMut(usize, Velocities<'_>);
 
-/// The modules that a step runs.
+/// The modules that a step runs, and the rank that runs them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Modules<'a> {
     pub(crate) backbone: &'a Backbone,
     pub(crate) stem: &'a ImageStem,
     pub(crate) head: &'a ImageHead,
+    pub(crate) rank: &'a RankShard,
+    pub(crate) ctx: &'a RankContext,
 }
 
-/// Advances every job by one step. Nothing changes when an error is returned.
-pub(crate) fn denoise_step<P: Probe>(
-    modules: Modules<'_>,
-    jobs: &mut [&mut DenoiseJob],
-    probe: &mut P,
-    observe: Observer<'_>,
-) -> Result<(), ModelError> {
-    if jobs.is_empty() {
-        return Ok(());
-    }
-    if let Some(job) = jobs.iter().find(|job| job.is_done()) {
-        return Err(ModelError::Internal(format!(
-            "a job has done its {} steps",
-            job.steps()
-        )));
-    }
-    let x = tokens(modules.stem, jobs)?;
-    let hidden = {
-        let mut rows: Vec<Row<'_>> = Vec::with_capacity(2 * jobs.len());
-        for job in jobs.iter() {
-            rows.extend(job.prefixes.iter().map(|prefix| Row {
-                tokens: job.row_tokens(),
-                segments: &job.segments,
-                kv: RowKv::Past(prefix),
-            }));
+impl Modules<'_> {
+    /// Advances every job by one step. Nothing changes when an error is returned.
+    pub(crate) fn denoise_step<P: Probe>(
+        self,
+        jobs: &mut [&mut DenoiseJob],
+        probe: &mut P,
+        observe: Observer<'_>,
+    ) -> Result<(), ModelError> {
+        if jobs.is_empty() {
+            return Ok(());
         }
-        modules
-            .backbone
-            .forward(x, &mut rows, &rope(jobs)?, probe)?
-    };
-    let velocities = velocities(modules.head, jobs, &hidden)?;
-    let mut guided = Vec::with_capacity(jobs.len());
-    for (index, (job, rows)) in jobs.iter().zip(velocities).enumerate() {
-        guided.push(guided_velocity(index, job, rows, observe)?);
+        if let Some(job) = jobs.iter().find(|job| job.is_done()) {
+            return Err(ModelError::Internal(format!(
+                "a job has done its {} steps",
+                job.steps()
+            )));
+        }
+        let (first, last) = self.rank.ends();
+        let x = first.then(|| tokens(self.stem, jobs)).transpose()?;
+        let hidden = {
+            let mut rows: Vec<Row<'_>> = Vec::with_capacity(2 * jobs.len());
+            for job in jobs.iter() {
+                rows.extend(job.prefixes.iter().map(|prefix| Row {
+                    tokens: job.row_tokens(),
+                    segments: &job.segments,
+                    kv: RowKv::Past(prefix),
+                    // Nearly all tokens are the picture's, which all see the same keys.
+                    order: TokenOrder::Contiguous,
+                }));
+            }
+            let rope = rope(jobs)?;
+            self.backbone
+                .run(self.ctx, x, &mut rows, &rope, Goal::Hidden, probe)?
+        };
+        if last {
+            let hidden = hidden
+                .ok_or_else(|| ModelError::Internal("the last stage made no result".into()))?;
+            let own = velocities(self.head, jobs, &hidden)?;
+            let rows = self.gather_rows(own)?;
+            let mut guided = Vec::with_capacity(jobs.len());
+            for (index, (job, rows)) in jobs.iter().zip(rows).enumerate() {
+                guided.push(guided_velocity(index, job, rows, observe)?);
+            }
+            for (job, velocity) in jobs.iter_mut().zip(guided) {
+                let step = job.step;
+                job.schedule
+                    .step(step, job.latents.as_f32_mut()?, velocity.as_f32()?)?;
+            }
+        }
+        self.hop(jobs)?;
+        for job in jobs {
+            job.step += 1;
+        }
+        Ok(())
     }
-    for (job, velocity) in jobs.iter_mut().zip(guided) {
-        let step = job.step;
-        job.schedule
-            .step(step, job.latents.as_f32_mut()?, velocity.as_f32()?)?;
-        job.step += 1;
+
+    /// The velocities of both guidance rows where each is on another rank.
+    fn gather_rows(self, own: Vec<Vec<Tensor>>) -> Result<Vec<Vec<Tensor>>, ModelError> {
+        let cfg = self.rank.place(Axis::Cfg);
+        if cfg.size == 1 {
+            return Ok(own);
+        }
+        let mine: Vec<&Tensor> = own.iter().flatten().collect();
+        let mut flat = Vec::new();
+        for tensor in &mine {
+            flat.extend_from_slice(tensor.as_f32()?);
+        }
+        let each = flat.len();
+        let all = group(self.ctx, Axis::Cfg)?.all_gather(flat)?.wait()?;
+        let (mut jobs, mut at) = (Vec::with_capacity(own.len()), 0);
+        for tensor in mine {
+            let row = |rank: usize| {
+                let start = rank * each + at;
+                Tensor::from_f32(tensor.shape(), all[start..start + tensor.numel()].to_vec())
+            };
+            jobs.push((0..cfg.size).map(row).collect::<Result<_, _>>()?);
+            at += tensor.numel();
+        }
+        Ok(jobs)
     }
-    Ok(())
+
+    /// Brings the new latents from the last pipeline stage to the first, which embeds them next.
+    fn hop(self, jobs: &mut [&mut DenoiseJob]) -> Result<(), ModelError> {
+        let stage = self.rank.place(Axis::Pp);
+        let (first, last) = self.rank.ends();
+        if stage.size == 1 {
+            return Ok(());
+        }
+        let group = group(self.ctx, Axis::Pp)?;
+        for job in jobs {
+            if last {
+                group.send(0, job.latents.to_f32_vec())?;
+            } else if first {
+                let latents = group.recv(stage.size - 1)?.wait()?;
+                job.latents = Tensor::from_f32(job.latents.shape(), latents)?;
+            }
+            job.has_latents = first || last;
+        }
+        Ok(())
+    }
 }
 
 /// Fresh tokens of all rows, `[tokens, hidden]`: a job's rows are alike, so its image is embedded once.
@@ -142,6 +205,10 @@ fn guided_velocity(
     let mut guided = cond.clone();
     if let Some(uncond) = &uncond {
         guide(guided.as_f32_mut()?, uncond.as_f32()?, job.guidance)?;
+        if job.preserve_norm {
+            let channels = cond.dim(cond.rank() - 1);
+            preserve_norm(guided.as_f32_mut()?, cond.as_f32()?, channels)?;
+        }
         rescale(guided.as_f32_mut()?, cond.as_f32()?, job.rescale)?;
     }
     let uncond = uncond.as_ref().map(Tensor::as_f32).transpose()?;

@@ -1,0 +1,163 @@
+//! Every legal plan on threads equals one rank: denoising, prefills, text, and the bytes that move.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod common;
+
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use common::{Case, divisible};
+use model::{DenoiseJob, JobOptions, JobSpec, Latents, LoadOptions, Model, Parts};
+use parallel::collective::threads;
+use parallel::{Axis, Plan, RankContext, RingPrefix, SharedExpert};
+
+/// Long enough never to be reached by ranks that are well.
+const PATIENT: Duration = Duration::from_secs(60);
+const SEED: u64 = 11;
+
+fn open(plan: Plan, rank: usize) -> Model {
+    let parts = Parts {
+        vae_decoder: false,
+        text: true,
+        ..Parts::DENOISE
+    };
+    let options = LoadOptions {
+        parts,
+        plan,
+        rank,
+        ..LoadOptions::default()
+    };
+    Model::random(divisible(), options, SEED).unwrap()
+}
+
+/// Runs `work` on every rank of a plan, each with its own weights; results in rank order.
+fn on_ranks<T: Send>(plan: Plan, work: impl Fn(&Model, &RankContext) -> T + Sync) -> Vec<T> {
+    let contexts = threads::contexts(&plan, PATIENT).unwrap();
+    thread::scope(|scope| {
+        let work = &work;
+        let ranks: Vec<_> = contexts
+            .into_iter()
+            .map(|ctx| scope.spawn(move || work(&open(plan, ctx.rank()), &ctx)))
+            .collect();
+        ranks.into_iter().map(|t| t.join().unwrap()).collect()
+    })
+}
+
+/// Every plan on `ranks` ranks, with the options that only matter under some axes.
+fn plans(ranks: usize) -> Vec<Plan> {
+    let legal = Plan::legal(&divisible().shape(), ranks).unwrap();
+    let mut all = Vec::new();
+    for plan in legal {
+        all.push(plan);
+        if plan.tp > 1 {
+            all.push(Plan {
+                shared_expert: SharedExpert::Replicated,
+                ..plan
+            });
+        }
+        if plan.ring > 1 {
+            all.push(Plan {
+                ring_prefix: RingPrefix::Sharded,
+                ..plan
+            });
+        }
+    }
+    all
+}
+
+fn cases() -> [Case; 3] {
+    let case = |grid, steps, seed, tokens| Case {
+        grid,
+        steps,
+        seed,
+        guidance: 3.5,
+        tokens,
+    };
+    // Fresh tokens of a row: 1 + 6, 1 + 15, 1 + 7.
+    [
+        case((2, 3), 2, 1, (9, 7)),
+        case((3, 5), 2, 2, (5, 13)),
+        case((1, 7), 2, 3, (1, 2)),
+    ]
+}
+
+/// Two packed steps of mixed sizes; prefixes are whole and cut for the rank.
+fn denoise(whole: &Model, model: &Model, ctx: &RankContext) -> Vec<Option<Latents>> {
+    let mut jobs: Vec<DenoiseJob> = cases()
+        .iter()
+        .map(|case| {
+            let spec = case.spec(whole);
+            let own = |p: Option<Arc<_>>| {
+                p.map(|p: Arc<model::PrefixKv>| Arc::new(p.part_of(model.rank()).unwrap()))
+            };
+            let spec = JobSpec {
+                cond: own(spec.cond),
+                uncond: own(spec.uncond),
+                ..spec
+            };
+            let options = JobOptions {
+                guidance_rescale: 0.3,
+                preserve_norm: case.seed == 2,
+                ..JobOptions::default()
+            };
+            DenoiseJob::with_options(model, spec, options).unwrap()
+        })
+        .collect();
+    for _ in 0..2 {
+        let mut packed: Vec<&mut DenoiseJob> = jobs.iter_mut().collect();
+        model.denoise_step(ctx, &mut packed).unwrap();
+    }
+    jobs.iter().map(|job| job.latents().ok()).collect()
+}
+
+fn assert_near(what: &str, got: &[f32], want: &[f32]) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    let scale = want.iter().fold(0_f32, |m, v| m.max(v.abs()));
+    let worst = got
+        .iter()
+        .zip(want)
+        .fold(0_f32, |m, (g, w)| m.max((g - w).abs()));
+    assert!(worst <= 1e-5 * scale, "{what}: {worst} of {scale}");
+}
+
+fn assert_plans_equal_one_rank(ranks: usize) {
+    let whole = open(Plan::default(), 0);
+    let want = denoise(&whole, &whole, &RankContext::single());
+    let all = plans(ranks);
+    assert!(all.len() > ranks, "{} plans", all.len());
+    for plan in all {
+        let exact = plan.tp == 1 && plan.ring == 1;
+        for (rank, got) in on_ranks(plan, |model, ctx| denoise(&whole, model, ctx))
+            .into_iter()
+            .enumerate()
+        {
+            let stage = plan
+                .mesh()
+                .unwrap()
+                .index_in(rank, Axis::Pp.into())
+                .unwrap();
+            let held = stage == 0 || stage + 1 == plan.pp;
+            for (index, (got, want)) in got.iter().zip(&want).enumerate() {
+                let what = format!("{plan:?}, rank {rank}, job {index}");
+                assert_eq!(got.is_some(), held, "{what}");
+                let Some(got) = got else { continue };
+                let want = want.as_ref().unwrap();
+                if exact {
+                    assert!(got == want, "{what}: only data moved, yet bits differ");
+                }
+                assert_near(&what, got.data(), want.data());
+            }
+        }
+    }
+}
+
+#[test]
+fn every_plan_on_two_ranks_equals_one() {
+    assert_plans_equal_one_rank(2);
+}
+
+#[test]
+fn every_plan_on_four_ranks_equals_one() {
+    assert_plans_equal_one_rank(4);
+}
