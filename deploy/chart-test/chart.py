@@ -1,6 +1,7 @@
 """Rendering the chart with helm, and looking at what comes out."""
 
 import functools
+import json
 import os
 import pathlib
 import shutil
@@ -15,13 +16,14 @@ RELEASE, NAMESPACE = "demo", "pictures"
 SETS = sorted(path.stem for path in (HERE / "sets").glob("*.yaml"))
 
 # Sets that need more of the binary than it has today, and how the chart refuses them until it has it. They are rendered
-# with a copy of the chart whose files/binary.yaml has these entries added.
+# with a copy of the chart whose files/binary.json has these entries added.
 AHEAD = {
     "etcd": "registry.kind",
     "gpu": "registry.kind",
     "gpu-hosts": "registry.kind",
 }
 STAGE_SETTINGS = ["plan", "hosts", "host_index", "leader"]
+REGISTRY_SETTINGS = ["cluster", "registry_ca", "registry_cert", "registry_key", "registry_user", "registry_password_file"]
 TLS_SETTINGS = ["tls_cert", "tls_key", "tls_ca"]
 
 
@@ -47,21 +49,21 @@ def copy_of_chart(where, edit):
 
 
 def widen(chart):
-    """Adds to binary.yaml what the sets of AHEAD need."""
-    path = chart / "files" / "binary.yaml"
-    binary = yaml.safe_load(path.read_text())
+    """Adds to binary.json what the sets of AHEAD need."""
+    path = chart / "files" / "binary.json"
+    binary = json.loads(path.read_text())
 
     def add(to, values):
         to.extend(value for value in values if value not in to)
 
     for role, settings in binary["settings"].items():
-        add(settings, TLS_SETTINGS)
+        add(settings, TLS_SETTINGS + REGISTRY_SETTINGS)
         if role in ("ar-stage", "dit-worker"):
             add(settings, STAGE_SETTINGS)
     add(binary["transports"], ["rdma"])
     add(binary["registries"], ["etcd"])
     add(binary["devices"], ["cuda"])
-    path.write_text(yaml.safe_dump(binary))
+    path.write_text(json.dumps(binary))
 
 
 @functools.cache

@@ -14,7 +14,7 @@ readonly HELM_SHA256=210d576a6dc04b7864af4b5d9a5af58860bbc03d19174ffeddbd29d01d1
 
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/omni/chart-test
 
-# Prints whether FILE has the digest SHA256.
+# Whether FILE has the digest SHA256.
 has_digest() { [ -f "$1" ] && echo "$2  $1" | sha256sum --check --status; }
 
 install_helm() {

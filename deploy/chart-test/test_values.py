@@ -63,7 +63,7 @@ BAD = [
     ("test.timeoutSeconds=0", r"at '/test/timeoutSeconds'"),
 ]
 
-# What the schema knows but the binary may not have yet: refused unless files/binary.yaml says that it has it.
+# What the schema knows but the binary may not have yet: refused unless files/binary.json says that it has it.
 NOT_YET = [
     ("registry.kind=etcd,registry.etcd.install=true", ("registries", "etcd"), r"registry\.kind: omni \S+ has no etcd registry"),
     ("transfer.transport=rdma", ("transports", "rdma"), r"transfer\.transport: omni \S+ moves KV over"),
@@ -81,6 +81,9 @@ BAD_LATER = [
     ("registry.kind=etcd,registry.etcd.endpoints[0]=a", r"at '/registry/etcd/endpoints/0'"),
     ("rdma.enabled=true", r"rdma\.enabled: goes with transfer\.transport=rdma"),
     ("transfer.transport=rdma", r"rdma\.enabled: goes with transfer\.transport=rdma"),
+    ("registry.kind=etcd,registry.etcd.install=true,registry.etcd.user.name=omni", r"registry\.etcd\.tls, registry\.etcd\.user: are for"),
+    ("registry.kind=etcd,registry.etcd.install=true,networkPolicy.enabled=false", r"registry\.etcd\.install: needs networkPolicy\.enabled"),
+    ("registry.kind=etcd,registry.etcd.endpoints[0]=a:1,registry.etcd.user.name=omni", r"registry\.etcd\.user\.passwordSecret: must be set"),
     ("tls.mode=certManager", r"tls\.certManager\.issuer\.name: must be set"),
     ("tls.mode=existingSecret", r"tls\.existingSecret: must be set"),
     (POOLS + ",pools[1].gpus=4,pools[1].plan.tp=2", r"pools\[1\]\.plan: has 2 ranks, but the pool has 4 GPUs"),
@@ -113,7 +116,7 @@ class Refusals(unittest.TestCase):
             self.refuse(chart.CHART, setting, message)
 
     def test_what_the_binary_does_not_have_is_refused_by_name(self):
-        binary = yaml.safe_load((chart.CHART / "files" / "binary.yaml").read_text())
+        binary = json.loads((chart.CHART / "files" / "binary.json").read_text())
         for setting, path, message in NOT_YET:
             at = binary
             for key in path[:-1]:

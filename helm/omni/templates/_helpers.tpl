@@ -83,7 +83,7 @@ capabilities:
 {{- end -}}
 
 {{- define "omni.binary" -}}
-{{ .Files.Get "files/binary.yaml" }}
+{{ .Files.Get "files/binary.json" }}
 {{- end -}}
 
 {{/*
@@ -91,7 +91,7 @@ The environment of a role from a map of settings. A setting that the binary does
 Argument: root, role, settings (key to value), field (the value to name in the message).
 */}}
 {{- define "omni.env" -}}
-{{- $known := index (include "omni.binary" .root | fromYaml).settings .role -}}
+{{- $known := index (include "omni.binary" .root | fromJson).settings .role -}}
 {{- $role := .role -}}
 {{- range $key, $value := .settings }}
 {{- if not (has $key $known) }}
@@ -124,6 +124,62 @@ etcd://{{ include "omni.etcdEndpoints" . }}
 {{- else -}}
 {{ include "omni.scheme" . }}://{{ include "omni.fullname" . }}-router-internal.{{ .Release.Namespace }}.svc:7600
 {{- end -}}
+{{- end -}}
+
+{{/* Settings of the registry: where it is, and what etcd needs to know. */}}
+{{- define "omni.registrySettings" -}}
+registry: {{ include "omni.registry" . | quote }}
+{{- if eq .Values.registry.kind "etcd" }}
+{{- $e := .Values.registry.etcd }}
+# Several releases may share one etcd.
+cluster: {{ default (printf "%s-%s" .Release.Namespace (include "omni.fullname" .)) $e.cluster | quote }}
+{{- if $e.tls.secret }}
+registry_ca: /etc/omni/etcd-tls/ca.crt
+{{- if $e.tls.clientCertificate }}
+registry_cert: /etc/omni/etcd-tls/tls.crt
+registry_key: /etc/omni/etcd-tls/tls.key
+{{- end }}
+{{- end }}
+{{- if $e.user.name }}
+registry_user: {{ $e.user.name | quote }}
+registry_password_file: /etc/omni/etcd-user/{{ $e.user.passwordKey }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "omni.secretMounts" -}}
+{{- if ne .Values.tls.mode "none" }}
+- {name: tls, mountPath: /etc/omni/tls, readOnly: true}
+{{- end }}
+{{- if eq .Values.registry.kind "etcd" }}
+{{- if .Values.registry.etcd.tls.secret }}
+- {name: etcd-tls, mountPath: /etc/omni/etcd-tls, readOnly: true}
+{{- end }}
+{{- if .Values.registry.etcd.user.name }}
+- {name: etcd-user, mountPath: /etc/omni/etcd-user, readOnly: true}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Argument: root, component (whose certificate). */}}
+{{- define "omni.secretVolumes" -}}
+{{- $v := .root.Values }}
+{{- if ne $v.tls.mode "none" }}
+- name: tls
+  secret:
+    secretName: {{ ternary $v.tls.existingSecret (printf "%s-%s-tls" (include "omni.fullname" .root) .component) (eq $v.tls.mode "existingSecret") }}
+    defaultMode: 0440
+{{- end }}
+{{- if eq $v.registry.kind "etcd" }}
+{{- with $v.registry.etcd.tls.secret }}
+- name: etcd-tls
+  secret: {secretName: {{ . }}, defaultMode: 0440}
+{{- end }}
+{{- if $v.registry.etcd.user.name }}
+- name: etcd-user
+  secret: {secretName: {{ $v.registry.etcd.user.passwordSecret }}, defaultMode: 0440}
+{{- end }}
+{{- end }}
 {{- end -}}
 
 {{- define "omni.etcdEndpoints" -}}

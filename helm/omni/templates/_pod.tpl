@@ -36,7 +36,7 @@ ports:
 {{- $root := .root }}
 {{- $ports := (include "omni.ports" . | fromYaml).kv }}
 {{- $settings := include "omni.commonSettings" (dict "root" $root "ports" $ports "pool" .pool) | fromYaml }}
-{{- $_ := set $settings "registry" (include "omni.registry" $root) }}
+{{- $_ := mustMergeOverwrite $settings (include "omni.registrySettings" $root | fromYaml) }}
 {{- $_ := set $settings "transport" $root.Values.transfer.transport }}
 {{- $_ := set $settings "pool_bytes" .spec.poolBytes }}
 {{- include "omni.container" (dict "root" $root "name" "kv-transfer" "role" "kv-transfer" "ports" $ports "portPrefix" .portPrefix) }}
@@ -60,7 +60,7 @@ startupProbe:
 {{- $role := include "omni.role" $pool.role }}
 {{- $ports := index (include "omni.ports" . | fromYaml) $pool.role }}
 {{- $settings := include "omni.commonSettings" (dict "root" $root "ports" $ports "pool" $pool.name) | fromYaml }}
-{{- $_ := set $settings "registry" (include "omni.registry" $root) }}
+{{- $_ := mustMergeOverwrite $settings (include "omni.registrySettings" $root | fromYaml) }}
 {{- $_ := set $settings "transport" $root.Values.transfer.transport }}
 {{- $_ := set $settings "model" $root.Values.model.path }}
 {{- if eq $pool.role "ar" }}
@@ -107,7 +107,7 @@ lifecycle:
 volumeMounts:
   - {name: model, mountPath: {{ $root.Values.model.path }}, readOnly: true{{ with $root.Values.model.pvc.subPath }}, subPath: {{ . }}{{ end }}}
   - {name: shm, mountPath: /dev/shm}
-  {{- with include "omni.tlsMount" $root | trim }}{{ nindent 2 . }}{{ end }}
+  {{- with include "omni.secretMounts" $root | trim }}{{ nindent 2 . }}{{ end }}
   {{- with $pool.extraVolumeMounts }}{{ toYaml . | nindent 2 }}{{ end }}
 {{- end -}}
 
@@ -146,21 +146,6 @@ volumeMounts:
 {{- $parts = append $parts (printf "ep=%s" (join "*" .)) -}}
 {{- end -}}
 {{ join "," $parts }}
-{{- end -}}
-
-{{- define "omni.tlsMount" -}}
-{{- if ne .Values.tls.mode "none" }}
-- {name: tls, mountPath: /etc/omni/tls, readOnly: true}
-{{- end }}
-{{- end -}}
-
-{{/* Argument: root, component (whose certificate). */}}
-{{- define "omni.tlsVolume" -}}
-{{- if ne .root.Values.tls.mode "none" }}
-- name: tls
-  secret:
-    secretName: {{ ternary .root.Values.tls.existingSecret (printf "%s-%s-tls" (include "omni.fullname" .root) .component) (eq .root.Values.tls.mode "existingSecret") }}
-{{- end }}
 {{- end -}}
 
 {{/* Where the checkpoint comes from. */}}
@@ -204,7 +189,7 @@ spec:
       resources: {{- toYaml $root.Values.transfer.resources | nindent 8 }}
       volumeMounts:
         - {name: shm, mountPath: /dev/shm}
-        {{- with include "omni.tlsMount" $root | trim }}{{ nindent 8 . }}{{ end }}
+        {{- with include "omni.secretMounts" $root | trim }}{{ nindent 8 . }}{{ end }}
   {{- end }}
   containers:
     {{- if eq $pool.role "kv" }}
@@ -215,7 +200,7 @@ spec:
           sleep: {seconds: {{ $pool.preStopSeconds }}}
       volumeMounts:
         - {name: shm, mountPath: /dev/shm}
-        {{- with include "omni.tlsMount" $root | trim }}{{ nindent 8 . }}{{ end }}
+        {{- with include "omni.secretMounts" $root | trim }}{{ nindent 8 . }}{{ end }}
         {{- with $pool.extraVolumeMounts }}{{ toYaml . | nindent 8 }}{{ end }}
     {{- else }}
     - {{ include "omni.stageContainer" . | trim | nindent 6 | trim }}
@@ -227,6 +212,6 @@ spec:
     # Counts as memory of the pod.
     - name: shm
       emptyDir: {medium: Memory, sizeLimit: {{ $pool.shmSize }}}
-    {{- with include "omni.tlsVolume" (dict "root" $root "component" $pool.name) | trim }}{{ nindent 4 . }}{{ end }}
+    {{- with include "omni.secretVolumes" (dict "root" $root "component" $pool.name) | trim }}{{ nindent 4 . }}{{ end }}
     {{- with $pool.extraVolumes }}{{ toYaml . | nindent 4 }}{{ end }}
 {{- end -}}

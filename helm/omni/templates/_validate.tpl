@@ -2,7 +2,7 @@
 {{- define "omni.validate" -}}
 {{- $root := . }}
 {{- $v := .Values }}
-{{- $binary := include "omni.binary" . | fromYaml }}
+{{- $binary := include "omni.binary" . | fromJson }}
 {{- $sources := list }}
 {{- if $v.model.pvc.claimName }}{{ $sources = append $sources "pvc.claimName" }}{{ end }}
 {{- if $v.model.hostPath }}{{ $sources = append $sources "hostPath" }}{{ end }}
@@ -21,12 +21,21 @@
 {{- if $v.router.autoscaling.enabled }}
 {{- fail "router.autoscaling.enabled: the embedded registry lives in the router, so there is exactly one; registry.kind=etcd allows more" }}
 {{- end }}
-{{- if or $etcd.install $etcd.endpoints }}
+{{- if or $etcd.install $etcd.endpoints $etcd.cluster $etcd.tls.secret $etcd.user.name }}
 {{- fail "registry.etcd: is set, but registry.kind is embedded" }}
 {{- end }}
 {{- else }}
 {{- if and $etcd.install $etcd.endpoints }}
 {{- fail "registry.etcd.endpoints: must be empty when registry.etcd.install is true" }}
+{{- end }}
+{{- if and $etcd.install (or $etcd.tls.secret $etcd.user.name) }}
+{{- fail "registry.etcd.tls, registry.etcd.user: are for an etcd of your own; the one of this chart is closed by its network policy" }}
+{{- end }}
+{{- if and $etcd.install (not $v.networkPolicy.enabled) }}
+{{- fail "registry.etcd.install: needs networkPolicy.enabled, which is all that protects this etcd" }}
+{{- end }}
+{{- if and $etcd.user.name (not $etcd.user.passwordSecret) }}
+{{- fail "registry.etcd.user.passwordSecret: must be set when registry.etcd.user.name is" }}
 {{- end }}
 {{- if not (or $etcd.install $etcd.endpoints) }}
 {{- fail "registry.etcd.endpoints: name at least one, or set registry.etcd.install" }}
@@ -68,7 +77,7 @@
 
 {{- define "omni.validatePools" -}}
 {{- $root := . }}
-{{- $binary := include "omni.binary" . | fromYaml }}
+{{- $binary := include "omni.binary" . | fromJson }}
 {{- $seen := dict }}
 {{- $roles := dict }}
 {{- $kv := dict }}
