@@ -3,12 +3,18 @@
 
 mod common;
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use common::{Case, divisible};
-use model::{DenoiseJob, JobOptions, JobSpec, Latents, LoadOptions, Model, Parts};
+use common::{Case, divisible, ids};
+use model::backbone::NoProbe;
+use model::input::RowInput;
+use model::{
+    DenoiseJob, JobOptions, JobSpec, KvCache, Latents, LoadOptions, Model, Parts, PrefixKv,
+    RankShard,
+};
 use parallel::collective::threads;
 use parallel::{Axis, Plan, RankContext, RingPrefix, SharedExpert};
 
@@ -150,6 +156,96 @@ fn assert_plans_equal_one_rank(ranks: usize) {
             }
         }
     }
+}
+
+/// Keys and values, and hidden states, of one rank after each of several passes.
+struct Written {
+    prefixes: Vec<PrefixKv>,
+    hidden: Vec<Vec<f32>>,
+}
+
+fn row<'a>(start: usize, ids: &'a [u32], full: &'a [Range<usize>]) -> RowInput<'a> {
+    RowInput {
+        start,
+        ids,
+        images: &[],
+        full,
+        vectors: &[],
+    }
+}
+
+/// A prefill of two rows, one with a picture's full span, then two single tokens each.
+fn write(model: &Model, ctx: &RankContext) -> Written {
+    let (first, second) = (ids(13, 5), ids(6, 6));
+    let full = std::slice::from_ref(&(4..9));
+    let mut caches = [model.cache(15).unwrap(), model.cache(8).unwrap()];
+    let mut written = Written {
+        prefixes: Vec::new(),
+        hidden: Vec::new(),
+    };
+    let mut pass = |caches: &mut [KvCache; 2], rows: [RowInput<'_>; 2]| {
+        let [a, b] = caches;
+        let hidden = model.run_rows(ctx, &rows, &mut [a, b], &mut NoProbe);
+        written.hidden.push(hidden.unwrap().to_f32_vec());
+    };
+    pass(&mut caches, [row(0, &first, full), row(0, &second, &[])]);
+    for step in 0..2 {
+        let next = [7 + step as u32, 50];
+        let rows = [
+            row(13 + step, &next[..1], &[]),
+            row(6 + step, &next[1..], &[]),
+        ];
+        pass(&mut caches, rows);
+    }
+    // Filling alone leaves the same keys and values.
+    let mut filled = model.cache(13).unwrap();
+    let rows = [row(0, &first, full)];
+    model.fill_rows(ctx, &rows, &mut [&mut filled]).unwrap();
+    written.prefixes = caches
+        .into_iter()
+        .chain([filled])
+        .map(KvCache::into_prefix)
+        .collect();
+    written
+}
+
+fn assert_prefills_equal_one_rank(ranks: usize) {
+    let whole = open(Plan::default(), 0);
+    let want = write(&whole, &RankContext::single());
+    for plan in plans(ranks) {
+        let dealt = Plan {
+            ring_prefix: RingPrefix::Sharded,
+            ..plan
+        };
+        for (rank, got) in on_ranks(plan, write).into_iter().enumerate() {
+            let what = format!("{plan:?}, rank {rank}");
+            for (got, want) in got.hidden.iter().zip(&want.hidden) {
+                assert_near(&what, got, want);
+            }
+            // Single tokens went to one rank of a ring, so only the prefill has the shard's tokens.
+            let shard = RankShard::new(whole.config(), &dealt, rank).unwrap();
+            let filled = want.prefixes[2].part_of(&shard).unwrap();
+            assert_eq!(got.prefixes[2].held(), filled.held(), "{what}");
+            assert_near(&what, got.prefixes[2].data(), filled.data());
+            if plan.ring == 1 {
+                for (got, want) in got.prefixes.iter().zip(&want.prefixes) {
+                    let want = want.part_of(&shard).unwrap();
+                    assert_eq!(got.held(), want.held(), "{what}");
+                    assert_near(&what, got.data(), want.data());
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn prefills_and_text_equal_one_rank_under_every_plan_on_two_ranks() {
+    assert_prefills_equal_one_rank(2);
+}
+
+#[test]
+fn prefills_and_text_equal_one_rank_under_every_plan_on_four_ranks() {
+    assert_prefills_equal_one_rank(4);
 }
 
 #[test]
