@@ -85,6 +85,12 @@ table! {
         "Bytes of the pool";
     REGISTRY_MEMBERS = "omni_registry_members", Gauge, ["role", "state"],
         "Members alive, as the router sees them";
+    REGISTRY_FOLLOWED = "omni_registry_followed", Gauge, [],
+        "1 while the registry is followed, 0 while requests are placed by its last picture";
+    REGISTRY_STALENESS = "omni_registry_staleness", Gauge, [],
+        "Seconds since the registry could last be followed, 0 while it is";
+    REGISTRY_RESYNCS = "omni_registry_resyncs_total", Counter, [],
+        "Full pictures read again, after a break, a lag or a compaction";
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 use std::path::{Path, PathBuf};
 
 use base::MemberId;
-use etcd_client::{Certificate, ConnectOptions, Identity, TlsOptions};
+use tonic::transport::{Certificate, ClientTlsConfig, Identity};
 
 use crate::RegistryError;
 
@@ -42,6 +42,14 @@ pub struct EtcdUser {
     pub name: String,
     /// File that holds the password; read at every connect.
     pub password_file: PathBuf,
+}
+
+/// What the files hold.
+#[derive(Default)]
+pub(crate) struct Credentials {
+    pub(crate) tls: Option<ClientTlsConfig>,
+    /// Name and password.
+    pub(crate) user: Option<(String, String)>,
 }
 
 impl EtcdConfig {
@@ -87,7 +95,7 @@ impl EtcdConfig {
             let reason = "needs registry_ca: a password does not travel in clear".to_owned();
             return Err(invalid("registry_user", reason));
         }
-        self.options().map(drop)
+        self.credentials().map(drop)
     }
 
     fn check_endpoints(&self) -> Result<(), RegistryError> {
@@ -113,23 +121,24 @@ impl EtcdConfig {
     }
 
     /// Reads the files.
-    pub(crate) fn options(&self) -> Result<ConnectOptions, RegistryError> {
-        let mut options = ConnectOptions::new();
+    pub(crate) fn credentials(&self) -> Result<Credentials, RegistryError> {
+        let mut credentials = Credentials::default();
         if let Some(tls) = &self.tls {
             let ca = read(&tls.ca, "registry_ca")?;
-            let mut client = TlsOptions::new().ca_certificate(Certificate::from_pem(ca));
+            let mut client = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(ca));
             if let Some((certificate, key)) = &tls.identity {
                 let certificate = read(certificate, "registry_cert")?;
                 let key = read(key, "registry_key")?;
                 client = client.identity(Identity::from_pem(certificate, key));
             }
-            options = options.with_tls(client);
+            credentials.tls = Some(client);
         }
         if let Some(user) = &self.user {
             let password = read(&user.password_file, "registry_password_file")?;
-            options = options.with_user(user.name.clone(), password.trim_end_matches(['\r', '\n']));
+            let password = password.trim_end_matches(['\r', '\n']).to_owned();
+            credentials.user = Some((user.name.clone(), password));
         }
-        Ok(options)
+        Ok(credentials)
     }
 }
 

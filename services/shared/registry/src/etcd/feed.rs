@@ -32,6 +32,11 @@ type Updates = mpsc::Sender<Result<Update, RegistryError>>;
 /// Starts a watch. The first picture is read before it returns.
 pub(crate) async fn start(link: Arc<Link>, keys: Keys) -> Result<Watch, RegistryError> {
     let first = picture(&link, &keys).await?;
+    Ok(follow_from(link, keys, first))
+}
+
+/// Passes on a picture and what came after it.
+pub(crate) fn follow_from(link: Arc<Link>, keys: Keys, first: (Table, i64)) -> Watch {
     let (tx, rx) = mpsc::channel(1);
     let feeder = task::spawn(async move {
         let ended = feed(&link, &keys, first, &tx).await;
@@ -41,7 +46,7 @@ pub(crate) async fn start(link: Arc<Link>, keys: Keys) -> Result<Watch, Registry
             let _ = tx.send(Err(error)).await;
         }
     });
-    Ok(Watch::new(rx, feeder))
+    Watch::new(rx, feeder)
 }
 
 /// Why a stream of changes ended.
@@ -78,7 +83,7 @@ async fn feed(
 }
 
 /// Every key of the cluster at one revision.
-async fn picture(link: &Link, keys: &Keys) -> Result<(Table, i64), RegistryError> {
+pub(crate) async fn picture(link: &Link, keys: &Keys) -> Result<(Table, i64), RegistryError> {
     let end = range_end(keys.prefix());
     let mut from = keys.prefix().as_bytes().to_vec();
     let mut changes = Vec::new();

@@ -6,7 +6,8 @@ use base::{
     Code, Failure,
     limits::{CONNECT_TIMEOUT, CONTROL_DEADLINE, KEEPALIVE_TIMEOUT},
 };
-use etcd_client::{Client, Error};
+use etcd_client::{Channel, Client, ConnectOptions, Error};
+use tonic::transport::Endpoint;
 
 use crate::{EtcdConfig, RegistryError};
 
@@ -117,16 +118,27 @@ impl Link {
     }
 
     async fn connect(&self, turn: u64, index: usize) -> Result<Client, Refusal> {
-        let options = self
-            .config
-            .options()
-            .map_err(Refusal::Ours)?
-            .with_keep_alive(PING_INTERVAL, KEEPALIVE_TIMEOUT)
-            .with_keep_alive_while_idle(false)
-            .with_connect_timeout(CONNECT_TIMEOUT)
+        let credentials = self.config.credentials().map_err(Refusal::Ours)?;
+        let transport = |error| Refusal::Etcd(Error::TransportError(error));
+        // Connected here and not by the client, which would hide why a connection fails.
+        let mut endpoint = Endpoint::from_shared(self.config.url(index))
+            .map_err(transport)?
+            .connect_timeout(CONNECT_TIMEOUT)
+            .tcp_nodelay(true)
+            .http2_keep_alive_interval(PING_INTERVAL)
+            .keep_alive_timeout(KEEPALIVE_TIMEOUT)
+            .keep_alive_while_idle(false);
+        if let Some(tls) = credentials.tls {
+            endpoint = endpoint.tls_config(tls).map_err(transport)?;
+        }
+        let channel = endpoint.connect().await.map_err(transport)?;
+        let mut options = ConnectOptions::new()
             .with_auto_token_refresh(true)
             .with_require_leader(true);
-        let client = Client::connect([self.config.url(index)], Some(options))
+        if let Some((name, password)) = credentials.user {
+            options = options.with_user(name, password);
+        }
+        let client = Client::from_channel(Channel::Tonic(channel), Some(options))
             .await
             .map_err(Refusal::Etcd)?;
         let mut current = self.lock();
@@ -198,6 +210,20 @@ pub(crate) fn failure(what: &str, error: &Error) -> Failure {
         Error::InvalidArgs(_) | Error::InvalidUri(_) | Error::InvalidMetadataValue(_) => {
             Failure::invalid("registry", format!("etcd: {what}: {error}"))
         }
-        error => Failure::new(Code::Unavailable, format!("etcd: {what}: {error}")),
+        error => Failure::new(Code::Unavailable, format!("etcd: {what}: {}", chain(error))),
     }
+}
+
+/// An error with its causes: those of a transport say only at the end what is wrong.
+fn chain(error: &Error) -> String {
+    let Error::TransportError(error) = error else {
+        return error.to_string();
+    };
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
 }

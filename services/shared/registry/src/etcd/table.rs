@@ -92,9 +92,8 @@ impl Table {
         for change in group {
             match self.keys.parse(&change.key) {
                 Some(Kind::Member(id) | Kind::Load(id) | Kind::Drain(id)) => {
-                    if !before.contains_key(id) {
-                        before.insert(id.to_owned(), self.visible(id));
-                    }
+                    let was = || self.visible(id);
+                    before.entry(id.to_owned()).or_insert_with(was);
                 }
                 Some(Kind::Plan(pool)) => {
                     pools.insert(pool.to_owned());

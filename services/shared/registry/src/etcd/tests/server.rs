@@ -65,6 +65,11 @@ impl EtcdServer {
         }
     }
 
+    /// Loses its data; it must not run.
+    pub(crate) fn wipe(&self) {
+        std::fs::remove_dir_all(self.dir.path().join("data")).unwrap();
+    }
+
     /// Starts it again on the same data and address.
     pub(crate) fn restart(&mut self) {
         self.kill();
