@@ -31,6 +31,9 @@ use crate::{
 /// How long connections may take to close once the last request is answered.
 const CLOSE_GRACE: Duration = Duration::from_secs(2);
 
+/// How often the age of a picture that is no longer kept up to date is told.
+const STALENESS_INTERVAL: Duration = Duration::from_secs(1);
+
 const STATES: [(MemberState, &str); 3] = [
     (MemberState::Starting, "starting"),
     (MemberState::Ready, "ready"),
@@ -194,6 +197,7 @@ impl Bound {
             routes,
             stop.clone().cancelled_owned(),
         ));
+        let contact = task::spawn(follow_contact(snapshots.clone(), metrics.clone()));
         let watcher = task::spawn(follow_readiness(
             snapshots,
             health.clone(),
@@ -210,7 +214,7 @@ impl Bound {
         }
 
         tracing::info!("router stopping");
-        drop(watcher);
+        drop((watcher, contact));
         readiness.set(false);
         health.set_all(false).await;
         context.closing.cancel();
@@ -293,6 +297,26 @@ async fn follow_readiness(
         readiness.set(ready);
         if changes.changed().await.is_err() {
             return;
+        }
+    }
+}
+
+/// Tells how the picture that requests are placed by stands to the registry.
+async fn follow_contact(snapshots: Snapshots, metrics: Metrics) {
+    let mut contacts = snapshots.contacts();
+    let mut resyncs = 0;
+    loop {
+        let now = *contacts.borrow_and_update();
+        let followed = f64::from(u8::from(now.following));
+        metrics.set(&metric::REGISTRY_FOLLOWED, &[], followed);
+        let stale = now.stale_for().as_secs_f64();
+        metrics.set(&metric::REGISTRY_STALENESS, &[], stale);
+        metrics.add(&metric::REGISTRY_RESYNCS, &[], now.resyncs - resyncs);
+        resyncs = now.resyncs;
+        let changed = contacts.changed();
+        match tokio::time::timeout(STALENESS_INTERVAL, changed).await {
+            Ok(Err(_)) => return,
+            Ok(Ok(())) | Err(_) => {}
         }
     }
 }
