@@ -22,6 +22,7 @@ pub mod validate;
 
 pub use crate::{
     error::RouterError,
+    front::{HttpBounds, openapi},
     prefix::PREFIX_TTL,
     server::{Bound, RouterConfig, run},
 };

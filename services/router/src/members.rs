@@ -69,6 +69,15 @@ impl Members {
         }
     }
 
+    /// Every model that can be served now.
+    pub(crate) fn models(&self) -> Vec<ModelInfo> {
+        let snapshot = self.snapshots.current();
+        placement::servable(&snapshot)
+            .into_iter()
+            .cloned()
+            .collect()
+    }
+
     /// The model of this name (empty: the only one). Waits [`STAGE_WAIT`] at most for stages.
     pub(crate) async fn model(&self, name: &str) -> Result<ModelInfo, RouterError> {
         let any = |now: &registry::Snapshot| !placement::servable(now).is_empty();

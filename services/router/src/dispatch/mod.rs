@@ -124,6 +124,7 @@ impl Walk {
             timings: Some(timings),
             ar_stage: prefix.stage,
             prefix_tokens: prefix.tokens,
+            image_tokens: self.request.tokens,
         })))
     }
 

@@ -1,5 +1,6 @@
 //! What clients speak to. Every endpoint goes through [`Context::accept`].
 mod grpc;
+mod http;
 
 use std::{sync::Arc, time::Duration};
 
@@ -14,7 +15,11 @@ use telemetry::{Metrics, names};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-pub(crate) use self::grpc::server;
+pub use self::http::{HttpBounds, openapi};
+pub(crate) use self::{
+    grpc::server,
+    http::{routes as http_routes, serve as serve_http},
+};
 use crate::{
     RouterError,
     dispatch::{Answer, Walk},

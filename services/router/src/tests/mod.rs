@@ -1,6 +1,7 @@
 //! A whole router over loopback, with stages that play a script.
 mod ends;
 mod fake;
+mod http;
 mod leases;
 mod pool;
 mod refusals;
@@ -26,6 +27,8 @@ pub(crate) struct Cluster {
     pub(crate) address: String,
     /// Of probes and metrics.
     pub(crate) admin: std::net::SocketAddr,
+    /// Of the HTTP API.
+    pub(crate) http: std::net::SocketAddr,
     pub(crate) channel: Channel,
     pub(crate) client: ImageServiceClient<Channel>,
     pub(crate) shutdown: Shutdown,
@@ -48,6 +51,7 @@ impl Cluster {
         let mut config = RouterConfig {
             listen: "127.0.0.1:0".into(),
             admin_listen: Some("127.0.0.1:0".into()),
+            http_listen: Some("127.0.0.1:0".into()),
             registry: Backend::Embedded,
             join: JoinOptions {
                 deadline: SOON,
@@ -60,6 +64,7 @@ impl Cluster {
         let bound = Bound::bind(config).await.unwrap();
         let address = format!("http://{}", bound.address());
         let admin = bound.admin_address().unwrap();
+        let http = bound.http_address().unwrap();
         let shutdown = Shutdown::new();
         let server = task::spawn(Box::pin(bound.serve(shutdown.clone())));
         let channel = proto::channel::connect(&address).await.unwrap();
@@ -68,6 +73,7 @@ impl Cluster {
         Self {
             address,
             admin,
+            http,
             channel,
             client,
             shutdown,

@@ -12,8 +12,8 @@ use proto::{
 
 use crate::{RouterError, sizes};
 
-/// Longest model name that is looked up, in bytes.
-const MAX_MODEL_BYTES: usize = 256;
+/// Longest model name that is looked up, in characters.
+const MAX_MODEL_CHARS: usize = 256;
 /// The prompt templates there are.
 const TEMPLATES: [&str; 2] = ["pretrain", "instruct"];
 
@@ -63,6 +63,8 @@ pub struct ValidRequest {
     pub guidance: f64,
     /// Rows a step computes: 2 under classifier-free guidance, else 1.
     pub rows: u32,
+    /// Image tokens of one image.
+    pub tokens: u64,
     /// steps x rows x image tokens x images.
     pub cost: u64,
 }
@@ -117,6 +119,7 @@ impl Checked {
         } else {
             self.template
         };
+        let tokens = tokens(size, model.pixels_per_token);
         Ok(ValidRequest {
             request_id: self.request_id,
             model: model.name.clone(),
@@ -132,7 +135,8 @@ impl Checked {
             n: self.n,
             guidance,
             rows,
-            cost: cost(size, model.pixels_per_token, steps, rows).saturating_mul(u64::from(self.n)),
+            tokens,
+            cost: cost(tokens, steps, rows, self.n),
         })
     }
 }
@@ -160,13 +164,17 @@ impl ValidRequest {
     }
 }
 
-/// steps x rows x image tokens: what an image costs the denoiser.
-pub fn cost(size: Size, pixels_per_token: u32, steps: u32, rows: u32) -> u64 {
+/// Image tokens of a picture.
+fn tokens(size: Size, pixels_per_token: u32) -> u64 {
     let side = |pixels: u32| u64::from(pixels.div_ceil(pixels_per_token.max(1)));
-    let tokens = side(size.width) * side(size.height);
-    tokens
-        .saturating_mul(u64::from(steps))
-        .saturating_mul(u64::from(rows))
+    side(size.width) * side(size.height)
+}
+
+/// steps x rows x image tokens x images: what a request costs the denoiser.
+pub fn cost(tokens: u64, steps: u32, rows: u32, n: u32) -> u64 {
+    [steps, rows, n]
+        .into_iter()
+        .fold(tokens, |cost, factor| cost.saturating_mul(factor.into()))
 }
 
 fn request_id(text: &str) -> Result<RequestId, RouterError> {
@@ -179,8 +187,8 @@ fn request_id(text: &str) -> Result<RequestId, RouterError> {
 }
 
 fn model(name: String) -> Result<String, RouterError> {
-    if name.len() > MAX_MODEL_BYTES {
-        let reason = format!("must be at most {MAX_MODEL_BYTES} bytes");
+    if !within(&name, MAX_MODEL_CHARS) {
+        let reason = format!("must be at most {MAX_MODEL_CHARS} characters");
         return Err(RouterError::invalid("model", reason));
     }
     Ok(name)
@@ -297,7 +305,7 @@ fn guidance(scale: f64) -> Result<f64, RouterError> {
 fn template(name: String) -> Result<String, RouterError> {
     if !name.is_empty() && !TEMPLATES.contains(&name.as_str()) {
         let known = TEMPLATES.join("\" or \"");
-        let shown: String = name.chars().take(MAX_MODEL_BYTES).collect();
+        let shown: String = name.chars().take(MAX_MODEL_CHARS).collect();
         let reason = format!("must be \"{known}\", got {shown:?}");
         return Err(RouterError::invalid("template", reason));
     }

@@ -1,0 +1,316 @@
+//! The HTTP API that OpenAI clients speak, on a port of its own. It is another spelling of the same
+//! request: fields are checked against one table ([`schema`]), become a `GenerateRequest`, and go
+//! through the same [`Context::accept`] as those of gRPC.
+mod answer;
+mod body;
+mod chat;
+mod encode;
+mod error;
+mod events;
+mod models;
+mod openapi;
+mod order;
+mod pictures;
+mod schema;
+mod serve;
+
+use std::{sync::Arc, time::Duration};
+
+use axum::{
+    Extension, Json, Router,
+    extract::{Request, State},
+    http::{
+        HeaderValue, StatusCode,
+        header::{CACHE_CONTROL, CONTENT_TYPE},
+    },
+    middleware::{Next, from_fn},
+    response::{IntoResponse as _, Response},
+    routing::{get, post},
+};
+use base::{
+    Code, Failure, RequestId,
+    clock::{self, Clock as _, SystemClock},
+};
+use proto::v1::{Done, Image, generate_response::Event};
+use telemetry::names;
+use tokio::sync::{Semaphore, mpsc};
+
+pub use self::openapi::document as openapi;
+pub(crate) use self::serve::serve;
+use self::{
+    answer::{Picture, Run, complete},
+    body::Reader,
+    encode::{Format, MAX_ENCODING, Output},
+    error::{HttpError, REQUEST_ID},
+    events::{Dialect, Teller},
+    order::Order,
+    schema::{Endpoint, Fields},
+};
+use super::Context;
+use crate::{dispatch::Answer, validate};
+
+/// Bounds of what a client may make this port wait for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HttpBounds {
+    /// The head of a request, from the moment its connection is open or its predecessor answered.
+    pub head: Duration,
+    /// The body of a request.
+    pub body: Duration,
+    /// A client that takes nothing of an answer that is ready.
+    pub stall: Duration,
+    /// Connections at once; more wait in the backlog.
+    pub connections: usize,
+}
+
+impl Default for HttpBounds {
+    fn default() -> Self {
+        Self {
+            head: Duration::from_secs(30),
+            body: Duration::from_secs(60),
+            stall: Duration::from_secs(30),
+            connections: 1_024,
+        }
+    }
+}
+
+/// What every handler needs.
+#[derive(Debug, Clone)]
+pub(crate) struct Desk(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    context: Arc<Context>,
+    reader: Reader,
+    encoding: Semaphore,
+    /// When this router started, in seconds since the Unix epoch.
+    started: u64,
+}
+
+fn unix_seconds() -> u64 {
+    SystemClock.unix_millis() / 1_000
+}
+
+/// Every path of the API.
+pub(crate) fn routes(context: Arc<Context>, bounds: &HttpBounds) -> Router {
+    let desk = Desk(Arc::new(Inner {
+        context,
+        reader: Reader::new(bounds.body),
+        encoding: Semaphore::new(MAX_ENCODING),
+        started: unix_seconds(),
+    }));
+    Router::new()
+        .route("/v1/images/generations", post(generations))
+        .route("/v1/images/edits", post(edits))
+        .route("/v1/chat/completions", post(chat_completions))
+        .route("/v1/models", get(models::list))
+        .route("/v1/models/{model}", get(models::retrieve))
+        .route("/openapi.json", get(|| async { Json(openapi()) }))
+        .fallback(|| async { HttpError::from(Failure::new(Code::NotFound, "no such path")) })
+        .method_not_allowed_fallback(|| async {
+            let status = StatusCode::METHOD_NOT_ALLOWED;
+            HttpError::of_http(
+                status,
+                "this path takes another method, see the allow header",
+            )
+        })
+        .layer(from_fn(identify))
+        .with_state(desk)
+}
+
+/// Gives every request an id, its own if it brought one, and every answer the same.
+async fn identify(mut request: Request, next: Next) -> Response {
+    let given = request.headers().get(REQUEST_ID).map(|value| {
+        let text = value.to_str().ok()?;
+        text.parse::<RequestId>().ok()
+    });
+    let (id, mut response) = match given {
+        Some(None) => {
+            let reason = format!("{REQUEST_ID} must be 1 to 64 characters of [A-Za-z0-9_-]");
+            let error = HttpError::from(Failure::invalid(REQUEST_ID, reason));
+            (RequestId::generate(), error.into_response())
+        }
+        given => {
+            let id = given.flatten().unwrap_or_else(RequestId::generate);
+            request.extensions_mut().insert(id.clone());
+            (id, next.run(request).await)
+        }
+    };
+    if let Ok(value) = HeaderValue::from_str(id.as_str()) {
+        response.headers_mut().insert(REQUEST_ID, value);
+    }
+    response
+}
+
+async fn generations(
+    State(desk): State<Desk>,
+    Extension(id): Extension<RequestId>,
+    request: Request,
+) -> Result<Response, HttpError> {
+    let order = async {
+        let mut fields = desk.fields(Endpoint::Generations, request).await?;
+        let prompt = fields.text("prompt").unwrap_or_default();
+        let system_prompt = fields.text("system_prompt").unwrap_or_default();
+        Ok(Order::new(fields, &id, prompt, system_prompt)?)
+    };
+    let order = order.await.map_err(|error| desk.counted(error))?;
+    desk.serve(order, Dialect::Images).await
+}
+
+async fn chat_completions(
+    State(desk): State<Desk>,
+    Extension(id): Extension<RequestId>,
+    request: Request,
+) -> Result<Response, HttpError> {
+    let order = async {
+        let mut fields = desk.fields(Endpoint::Chat, request).await?;
+        if fields
+            .words("modalities")
+            .is_some_and(|words| !words.contains(&"image"))
+        {
+            let reason = "modalities must hold image, for that is what this model answers";
+            return Err(HttpError::from(Failure::invalid("modalities", reason)));
+        }
+        let messages = fields.json("messages").unwrap_or_default();
+        let said = chat::conversation(&messages)?;
+        Ok(Order::new(fields, &id, said.prompt, said.system_prompt)?)
+    };
+    let order = order.await.map_err(|error| desk.counted(error))?;
+    desk.serve(order, Dialect::Chat).await
+}
+
+/// Everything is checked as if pictures could be edited, so that a client learns of its mistakes
+/// first.
+async fn edits(
+    State(desk): State<Desk>,
+    Extension(id): Extension<RequestId>,
+    request: Request,
+) -> Result<Response, HttpError> {
+    let checked = async {
+        let mut fields = desk.fields(Endpoint::Edits, request).await?;
+        check_pictures(&fields)?;
+        let prompt = fields.text("prompt").unwrap_or_default();
+        let system_prompt = fields.text("system_prompt").unwrap_or_default();
+        let order = Order::new(fields, &id, prompt, system_prompt)?;
+        let checked = validate::check(order.request)?;
+        let context = &desk.0.context;
+        let model = context.members.model(&checked.model).await?;
+        checked.resolve(&model, &context.chance)?;
+        let message = "image: editing pictures is not built in this version";
+        Err(Failure::new(Code::Unimplemented, message)
+            .with_field("image")
+            .into())
+    };
+    let refused: Result<Response, HttpError> = checked.await;
+    refused.map_err(|error| desk.counted(error))
+}
+
+fn check_pictures(fields: &Fields) -> Result<(), Failure> {
+    let blame = |name: &str, reason: String| Failure::invalid(name, format!("{name} {reason}"));
+    let mut first = None;
+    for bytes in fields.pictures("image") {
+        let header = pictures::header(bytes).map_err(|reason| blame("image", reason))?;
+        first = first.or(Some(header));
+    }
+    for bytes in fields.pictures("mask") {
+        let mask = pictures::header(bytes).map_err(|reason| blame("mask", reason))?;
+        let size = first.map(|picture| (picture.width, picture.height));
+        if mask.media != pictures::Media::Png || size != Some((mask.width, mask.height)) {
+            let reason = "must be a PNG of the size of the first picture";
+            return Err(blame("mask", reason.to_owned()));
+        }
+    }
+    Ok(())
+}
+
+impl Desk {
+    async fn fields(&self, endpoint: Endpoint, request: Request) -> Result<Fields, HttpError> {
+        let (head, body) = request.into_parts();
+        let sent = self.0.reader.read(endpoint, &head.headers, body).await?;
+        Ok(Fields::parse(endpoint, sent)?)
+    }
+
+    /// Counts a request that never reached [`Context::accept`], which counts the others.
+    fn counted(&self, error: HttpError) -> HttpError {
+        let metrics = &self.0.context.metrics;
+        metrics.count(&names::ROUTER_REQUESTS, &["", error.code().name()]);
+        error
+    }
+
+    async fn serve(&self, order: Order, dialect: Dialect) -> Result<Response, HttpError> {
+        let Order {
+            request,
+            deadline,
+            output,
+            stream,
+        } = order;
+        let accepted = Box::pin(self.0.context.accept(request, deadline)).await;
+        let mut answers = accepted?;
+        let Some(Event::Accepted(accepted)) = next(&mut answers).await? else {
+            return Err(Failure::new(Code::Internal, "the request did not begin").into());
+        };
+        let run = Run {
+            accepted,
+            output,
+            created: unix_seconds(),
+        };
+        if stream {
+            let teller = Teller {
+                dialect,
+                run,
+                pictures: Vec::new(),
+            };
+            let head = [
+                (CONTENT_TYPE, "text/event-stream"),
+                (CACHE_CONTROL, "no-cache"),
+            ];
+            return Ok((head, events::body(self.clone(), answers, teller)).into_response());
+        }
+        let (pictures, done) = self.collect(&mut answers, &run).await?;
+        let answer = match dialect {
+            Dialect::Images => run.images(&pictures, &done),
+            Dialect::Chat => run.chat(&pictures, &done),
+        };
+        Ok(Json(answer).into_response())
+    }
+
+    async fn collect(
+        &self,
+        answers: &mut mpsc::Receiver<Answer>,
+        run: &Run,
+    ) -> Result<(Vec<Picture>, Done), HttpError> {
+        let mut pictures = Vec::new();
+        loop {
+            match next(answers).await? {
+                Some(Event::Image(image)) => pictures.push(self.draw(image, run.output).await?),
+                Some(Event::Done(done)) => {
+                    return Ok((complete(pictures, run.accepted.n)?, done));
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// The picture in the format that was asked for.
+    async fn draw(&self, mut image: Image, output: Output) -> Result<Picture, HttpError> {
+        let png = std::mem::take(&mut image.png);
+        if output.format == Format::Png {
+            return Ok(Picture::new(image, png, 0.0));
+        }
+        let internal = |error: String| Failure::new(Code::Internal, format!("picture: {error}"));
+        let place = self.0.encoding.acquire().await;
+        let _place = place.map_err(|error| internal(error.to_string()))?;
+        let start = clock::now();
+        let work = move || encode::encode(png, output);
+        let encoded = self.0.context.tasks.spawn_blocking(work).await;
+        let bytes = encoded.map_err(|error| internal(error.to_string()))??;
+        Ok(Picture::new(image, bytes, clock::millis_since(start)))
+    }
+}
+
+/// The next event; a stream that ends without its last word is a bug of ours.
+async fn next(answers: &mut mpsc::Receiver<Answer>) -> Result<Option<Event>, HttpError> {
+    match answers.recv().await {
+        Some(answer) => Ok(answer?.event),
+        None => Err(Failure::new(Code::Internal, "the request ended without a word").into()),
+    }
+}

@@ -1,0 +1,517 @@
+//! The one table of what HTTP clients may send: it parses requests and it writes the OpenAPI
+//! document. What is not in it is refused by name. Bounds are those of [`base::limits`], which
+//! [`crate::validate`] checks once more for every door.
+use std::collections::BTreeMap;
+
+use axum::body::Bytes;
+use base::{
+    Failure,
+    limits::{
+        MAX_GUIDANCE, MAX_IMAGES, MAX_PROMPT_CHARS, MAX_REQUEST_DEADLINE, MAX_SEED, MAX_STEPS,
+    },
+};
+use serde_json::Value;
+
+use super::pictures::{self, MAX_PICTURES};
+
+/// Longest name that is repeated in an error, in characters.
+const MAX_SHOWN: usize = 64;
+/// Longest `user` and `model`, in characters.
+const MAX_LABEL_CHARS: usize = 256;
+/// Shortest deadline, in seconds.
+const MIN_DEADLINE: f64 = 0.001;
+
+/// A door with a body.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Endpoint {
+    Generations,
+    Edits,
+    Chat,
+}
+
+/// What a value must be.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Kind {
+    /// At most so many characters.
+    Text(usize),
+    Whole(u64, u64),
+    Number(f64, f64),
+    Flag,
+    Word(&'static [&'static str]),
+    /// A list of them.
+    Words(&'static [&'static str]),
+    /// "auto" or WIDTHxHEIGHT; the model says which.
+    Size,
+    /// A conversation; see [`super::chat`].
+    Messages,
+    /// Uploaded pictures, at most so many.
+    Pictures(usize),
+}
+
+/// One field.
+#[derive(Debug)]
+pub(super) struct Field {
+    pub(super) name: &'static str,
+    pub(super) kind: Kind,
+    pub(super) on: &'static [Endpoint],
+    pub(super) required: bool,
+    /// Ours, unknown to the OpenAI API.
+    pub(super) extension: bool,
+    pub(super) about: &'static str,
+}
+
+use Endpoint::{Chat, Edits, Generations};
+
+const ALL: &[Endpoint] = &[Generations, Edits, Chat];
+const IMAGES: &[Endpoint] = &[Generations, Edits];
+
+const fn field(
+    name: &'static str,
+    kind: Kind,
+    on: &'static [Endpoint],
+    about: &'static str,
+) -> Field {
+    Field {
+        name,
+        kind,
+        on,
+        required: false,
+        extension: false,
+        about,
+    }
+}
+
+const fn required(field: Field) -> Field {
+    Field {
+        required: true,
+        ..field
+    }
+}
+
+const fn extension(
+    name: &'static str,
+    kind: Kind,
+    on: &'static [Endpoint],
+    about: &'static str,
+) -> Field {
+    Field {
+        extension: true,
+        ..field(name, kind, on, about)
+    }
+}
+
+/// Every field.
+pub(super) const FIELDS: &[Field] = &[
+    required(field(
+        "prompt",
+        Kind::Text(MAX_PROMPT_CHARS),
+        IMAGES,
+        "What to draw. Text that looks like a special token stays text.",
+    )),
+    required(field(
+        "messages",
+        Kind::Messages,
+        &[Chat],
+        "One user message, and at most one system (or developer) message before it.",
+    )),
+    required(field(
+        "image",
+        Kind::Pictures(MAX_PICTURES),
+        &[Edits],
+        "Pictures to edit: files `image` or `image[]` of a form, or data URLs in JSON.",
+    )),
+    field(
+        "mask",
+        Kind::Pictures(1),
+        &[Edits],
+        "PNG of the size of the first picture; what is transparent may change.",
+    ),
+    field(
+        "model",
+        Kind::Text(MAX_LABEL_CHARS),
+        ALL,
+        "Absent: the only model served.",
+    ),
+    field(
+        "n",
+        Kind::Whole(1, MAX_IMAGES as u64),
+        ALL,
+        "Images to make. They share one prefix; image i has seed + i. All come, or an error does.",
+    ),
+    field(
+        "size",
+        Kind::Size,
+        ALL,
+        "WIDTHxHEIGHT in pixels, one of the model's sizes; auto or absent: its square size.",
+    ),
+    field(
+        "quality",
+        Kind::Word(&["auto", "low", "medium", "high", "standard", "hd"]),
+        ALL,
+        "Chooses the steps: low a quarter of the model's default, medium half, all else the \
+         default. Only auto may come with steps.",
+    ),
+    field(
+        "background",
+        Kind::Word(&["auto", "opaque"]),
+        IMAGES,
+        "Pictures have no transparency.",
+    ),
+    field(
+        "output_format",
+        Kind::Word(&["png", "jpeg", "webp"]),
+        ALL,
+        "Default png, which is the picture exactly.",
+    ),
+    field(
+        "output_compression",
+        Kind::Whole(0, 100),
+        ALL,
+        "Quality of jpeg and webp, default 100; png is lossless and takes 100 only.",
+    ),
+    field(
+        "response_format",
+        Kind::Word(&["b64_json"]),
+        IMAGES,
+        "This server keeps no pictures, so there are no URLs.",
+    ),
+    field(
+        "stream",
+        Kind::Flag,
+        ALL,
+        "Server-sent events: progress at every step, then the images as they are done.",
+    ),
+    field(
+        "partial_images",
+        Kind::Whole(0, 3),
+        IMAGES,
+        "Previews. This version has none: anything above 0 is answered with status 501.",
+    ),
+    field(
+        "modalities",
+        Kind::Words(&["image", "text"]),
+        &[Chat],
+        "Must hold image when given.",
+    ),
+    field(
+        "user",
+        Kind::Text(MAX_LABEL_CHARS),
+        ALL,
+        "Name of the end user; goes to the debug log beside the request id.",
+    ),
+    extension(
+        "seed",
+        Kind::Whole(0, MAX_SEED),
+        ALL,
+        "Seed of the first image. Absent: one is drawn, and answered.",
+    ),
+    extension(
+        "steps",
+        Kind::Whole(1, MAX_STEPS as u64),
+        ALL,
+        "Denoising steps. Absent: the model's default.",
+    ),
+    extension(
+        "guidance",
+        Kind::Number(0.0, MAX_GUIDANCE),
+        ALL,
+        "Guidance scale; 0 and 1 run one row. Absent: the model's default.",
+    ),
+    extension(
+        "deadline",
+        Kind::Number(MIN_DEADLINE, MAX_REQUEST_DEADLINE.as_secs() as f64),
+        ALL,
+        "Seconds until the request is given up with status 504. Default 600.",
+    ),
+    extension(
+        "size_policy",
+        Kind::Word(&["exact", "snap"]),
+        ALL,
+        "What happens to a size that the model does not make: refuse it, or take the nearest ratio.",
+    ),
+    extension(
+        "template",
+        Kind::Word(&["pretrain", "instruct"]),
+        ALL,
+        "Prompt template. Absent: the model's default.",
+    ),
+    extension(
+        "system_prompt",
+        Kind::Text(MAX_PROMPT_CHARS),
+        IMAGES,
+        "Text before the user's turn.",
+    ),
+];
+
+/// The fields of one endpoint.
+pub(super) fn fields(endpoint: Endpoint) -> impl Iterator<Item = &'static Field> {
+    FIELDS
+        .iter()
+        .filter(move |field| field.on.contains(&endpoint))
+}
+
+/// A value as it was sent.
+#[derive(Debug, Clone)]
+pub(super) enum Raw {
+    Json(Value),
+    /// Part of a form.
+    Part(Bytes),
+}
+
+/// A value that is what its field asks for.
+#[derive(Debug, Clone, PartialEq)]
+enum Given {
+    Text(String),
+    Whole(u64),
+    Number(f64),
+    Flag(bool),
+    Words(Vec<&'static str>),
+    Json(Value),
+    Pictures(Vec<Bytes>),
+}
+
+/// A request whose fields are all known and each within its bounds.
+#[derive(Debug, Default)]
+pub(super) struct Fields(BTreeMap<&'static str, Given>);
+
+impl Fields {
+    /// Checks what was sent, in the order in which it was sent; JSON's null is absent.
+    ///
+    /// # Errors
+    /// The first field that is unknown, given twice, of another type or out of bounds; then the
+    /// first required one that is missing.
+    pub(super) fn parse(
+        endpoint: Endpoint,
+        sent: impl IntoIterator<Item = (String, Raw)>,
+    ) -> Result<Self, Failure> {
+        let mut given = BTreeMap::new();
+        for (name, raw) in sent {
+            let field = find(endpoint, &name)?;
+            if matches!(raw, Raw::Json(Value::Null)) {
+                continue;
+            }
+            let value = value(field, raw)?;
+            match (given.get_mut(field.name), value) {
+                (None, value) => {
+                    given.insert(field.name, value);
+                }
+                // A form repeats the field for each file.
+                (Some(Given::Pictures(all)), Given::Pictures(more)) => {
+                    all.extend(more);
+                    count(field, all.len())?;
+                }
+                (Some(_), _) => return Err(invalid(field, "is given twice")),
+            }
+        }
+        for field in fields(endpoint) {
+            if field.required && !given.contains_key(field.name) {
+                return Err(invalid(field, "is required"));
+            }
+        }
+        Ok(Self(given))
+    }
+
+    pub(super) fn text(&mut self, name: &'static str) -> Option<String> {
+        match self.0.remove(name) {
+            Some(Given::Text(text)) => Some(text),
+            _ => None,
+        }
+    }
+
+    pub(super) fn whole(&self, name: &'static str) -> Option<u64> {
+        match self.0.get(name) {
+            Some(Given::Whole(value)) => Some(*value),
+            _ => None,
+        }
+    }
+
+    pub(super) fn number(&self, name: &'static str) -> Option<f64> {
+        match self.0.get(name) {
+            Some(Given::Number(value)) => Some(*value),
+            _ => None,
+        }
+    }
+
+    pub(super) fn flag(&self, name: &'static str) -> bool {
+        self.0.get(name) == Some(&Given::Flag(true))
+    }
+
+    pub(super) fn words(&self, name: &'static str) -> Option<&[&'static str]> {
+        match self.0.get(name) {
+            Some(Given::Words(words)) => Some(words),
+            _ => None,
+        }
+    }
+
+    pub(super) fn word(&self, name: &'static str) -> Option<&'static str> {
+        self.words(name).and_then(|words| words.first().copied())
+    }
+
+    pub(super) fn json(&mut self, name: &'static str) -> Option<Value> {
+        match self.0.remove(name) {
+            Some(Given::Json(value)) => Some(value),
+            _ => None,
+        }
+    }
+
+    pub(super) fn pictures(&self, name: &'static str) -> &[Bytes] {
+        match self.0.get(name) {
+            Some(Given::Pictures(pictures)) => pictures,
+            _ => &[],
+        }
+    }
+}
+
+/// Clients write `image[]` for the files of a list.
+fn find(endpoint: Endpoint, name: &str) -> Result<&'static Field, Failure> {
+    let plain = name.strip_suffix("[]");
+    let matches = |field: &&Field| {
+        let list = matches!(field.kind, Kind::Pictures(2..));
+        field.name == name || (list && Some(field.name) == plain)
+    };
+    fields(endpoint).find(matches).ok_or_else(|| {
+        let shown: String = name.chars().take(MAX_SHOWN).collect();
+        Failure::invalid(&shown, format!("{shown:?} is no field of this endpoint"))
+    })
+}
+
+fn invalid(field: &Field, reason: impl AsRef<str>) -> Failure {
+    Failure::invalid(field.name, format!("{} {}", field.name, reason.as_ref()))
+}
+
+fn count(field: &Field, pictures: usize) -> Result<(), Failure> {
+    match field.kind {
+        Kind::Pictures(most) if pictures > most => Err(invalid(
+            field,
+            format!("must be at most {most} pictures, got {pictures}"),
+        )),
+        _ => Ok(()),
+    }
+}
+
+fn value(field: &Field, raw: Raw) -> Result<Given, Failure> {
+    if let Kind::Pictures(_) = field.kind {
+        let pictures = pictures::sent(raw).map_err(|reason| invalid(field, reason))?;
+        count(field, pictures.len())?;
+        return Ok(Given::Pictures(pictures));
+    }
+    match raw {
+        Raw::Json(json) => of_json(field, json),
+        Raw::Part(bytes) => {
+            let text = String::from_utf8(bytes.into());
+            of_text(
+                field,
+                text.map_err(|_| invalid(field, "must be UTF-8 text"))?,
+            )
+        }
+    }
+}
+
+fn of_json(field: &Field, json: Value) -> Result<Given, Failure> {
+    match (field.kind, json) {
+        (Kind::Messages, json @ Value::Array(_)) => Ok(Given::Json(json)),
+        (Kind::Flag, Value::Bool(flag)) => Ok(Given::Flag(flag)),
+        (Kind::Words(known), Value::Array(list)) if list.len() <= known.len() => {
+            let words = list.iter().map(|word| {
+                let text = word.as_str().ok_or_else(|| wrong_type(field))?;
+                one_of(field, known, text)
+            });
+            Ok(Given::Words(words.collect::<Result<_, _>>()?))
+        }
+        (Kind::Whole(..), Value::Number(number)) => {
+            let shown = number.to_string();
+            whole(field, number.as_u64(), &shown)
+        }
+        (Kind::Number(..), Value::Number(number)) => {
+            let shown = number.to_string();
+            real(field, number.as_f64(), &shown)
+        }
+        (Kind::Text(_) | Kind::Word(_) | Kind::Size, Value::String(text)) => of_text(field, text),
+        _ => Err(wrong_type(field)),
+    }
+}
+
+/// What a form says is always text.
+fn of_text(field: &Field, text: String) -> Result<Given, Failure> {
+    match field.kind {
+        Kind::Text(most) => {
+            // A character is at least a byte: what is short in bytes needs no counting.
+            if text.len() > most && text.chars().count() > most {
+                return Err(invalid(field, format!("must be at most {most} characters")));
+            }
+            Ok(Given::Text(text))
+        }
+        Kind::Size => Ok(Given::Text(text)),
+        Kind::Word(known) => Ok(Given::Words(vec![one_of(field, known, &text)?])),
+        Kind::Flag => match text.as_str() {
+            "true" => Ok(Given::Flag(true)),
+            "false" => Ok(Given::Flag(false)),
+            _ => Err(wrong_type(field)),
+        },
+        Kind::Whole(..) => whole(field, text.parse().ok(), &text),
+        Kind::Number(..) => real(field, text.parse().ok(), &text),
+        Kind::Words(_) | Kind::Messages | Kind::Pictures(_) => Err(wrong_type(field)),
+    }
+}
+
+fn wrong_type(field: &Field) -> Failure {
+    invalid(field, format!("must be {}", field.kind.name()))
+}
+
+fn clipped(text: &str) -> String {
+    text.chars().take(MAX_SHOWN).collect()
+}
+
+fn one_of(field: &Field, known: &[&'static str], text: &str) -> Result<&'static str, Failure> {
+    let found = known.iter().find(|word| **word == text).copied();
+    found.ok_or_else(|| {
+        let (words, shown) = (known.join(", "), clipped(text));
+        invalid(field, format!("must be one of {words}, got {shown:?}"))
+    })
+}
+
+fn whole(field: &Field, value: Option<u64>, shown: &str) -> Result<Given, Failure> {
+    match (field.kind, value) {
+        (Kind::Whole(least, most), Some(value)) if (least..=most).contains(&value) => {
+            Ok(Given::Whole(value))
+        }
+        _ => Err(out_of_bounds(field, shown)),
+    }
+}
+
+fn real(field: &Field, value: Option<f64>, shown: &str) -> Result<Given, Failure> {
+    match (field.kind, value) {
+        // A NaN is in no range.
+        (Kind::Number(least, most), Some(value)) if (least..=most).contains(&value) => {
+            Ok(Given::Number(value))
+        }
+        _ => Err(out_of_bounds(field, shown)),
+    }
+}
+
+fn out_of_bounds(field: &Field, shown: &str) -> Failure {
+    invalid(
+        field,
+        format!("must be {}, got {}", field.kind.name(), clipped(shown)),
+    )
+}
+
+impl Kind {
+    /// In words, for errors.
+    fn name(self) -> String {
+        match self {
+            Self::Text(_) | Self::Size => "a string".to_owned(),
+            Self::Whole(least, most) => format!("a whole number from {least} to {most}"),
+            Self::Number(least, most) => format!("a number from {least} to {most}"),
+            Self::Flag => "true or false".to_owned(),
+            Self::Word(known) => format!("one of {}", known.join(", ")),
+            Self::Words(known) => format!("a list of {}", known.join(", ")),
+            Self::Messages => "a list of messages".to_owned(),
+            Self::Pictures(_) => "a picture".to_owned(),
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "schema_tests.rs"]
+mod tests;
