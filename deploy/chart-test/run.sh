@@ -52,6 +52,11 @@ install_python() {
 
 install_helm
 install_python
+need_packages ip:iproute2 nft:nftables
+# The pods' processes of test_wiring.py.
+export OMNI_BIN_DIR=${OMNI_BIN_DIR:-$PWD/../../target/debug}
+[ -x "$OMNI_BIN_DIR/omni" ] && [ -x "$OMNI_BIN_DIR/omnictl" ] ||
+    die "no omni and omnictl in $OMNI_BIN_DIR: run cargo build --package omni --package omnictl, or set OMNI_BIN_DIR"
 export HELM="$cache/helm" PYTHONDONTWRITEBYTECODE=1
 # Nothing of the user's helm or cluster may play a part.
 scratch=$(mktemp -d)

@@ -10,7 +10,7 @@
 {{/* What UCX needs to know about the pod's network. Argument: root. */}}
 {{- define "omni.ucxEnv" -}}
 {{- with .Values.network.interface }}
-# Without it UCX also offers the loopback device, which no other pod reaches.
+# Else UCX offers other pods the loopback device as well.
 - name: UCX_NET_DEVICES
   value: {{ . }}
 {{- end }}

@@ -1,0 +1,220 @@
+"""The rendered pods really work together: their containers run as processes, each pod in a network namespace of its own,
+with the environment that the chart gives them, behind a firewall that lets pass what the network policies allow. Then the
+test pod's command makes an image.
+
+Needs root, for the namespaces, and the binaries: OMNI_BIN_DIR."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import tempfile
+import time
+import unittest
+
+import chart
+from test_policy import allowed
+
+MODEL = chart.HERE.parent / "demo-model" / "checkpoint"
+PORTS = [*range(7600, 7604), *range(9600, 9604)]
+UCX = (7700, 7763)
+START_SECONDS, IMAGE_SECONDS, STOP_SECONDS = 120, 120, 60
+# Namespaces are the machine's, so their names carry this process.
+PREFIX = f"omni{os.getpid()}"
+
+
+def run(*command, **options):
+    """Runs a command that must succeed."""
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=False, **options)
+    if done.returncode != 0:
+        raise AssertionError(f"{' '.join(map(str, command))}: {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+class Pod:
+    """A pod: a namespace with an address, and the processes of its containers."""
+
+    def __init__(self, name, number, index, template):
+        self.name, self.index, self.template = name, index, template
+        self.namespace = f"{PREFIX}-{number}"
+        self.ip = f"10.244.7.{number}"
+        self.labels = template["metadata"]["labels"]
+        self.processes = []
+
+    def as_peer(self):
+        return {"namespace": {"kubernetes.io/metadata.name": chart.NAMESPACE}, "labels": self.labels}
+
+    def environment(self, container):
+        """Variables as the kubelet would expand them."""
+        values = {"PATH": os.environ["PATH"]}
+        for entry in container.get("env", []):
+            if "valueFrom" in entry:
+                field = entry["valueFrom"]["fieldRef"]["fieldPath"]
+                value = self.ip if field == "status.podIP" else str(self.index)
+            else:
+                value = re.sub(r"\$\((\w+)\)", lambda m: values[m.group(1)], entry["value"])
+            values[entry["name"]] = value
+        if "OMNI_MODEL" in values:
+            values["OMNI_MODEL"] = str(MODEL)  # instead of the volume
+        return values
+
+
+class Cluster:
+    """Pods on a bridge."""
+
+    def __init__(self, things, folder):
+        self.folder, self.things, self.pods, services = pathlib.Path(folder), things, [], {}
+        for thing, template in chart.pod_templates(things):
+            for index in range(thing["spec"].get("replicas", 1)):
+                name = thing["metadata"]["name"] + ("" if thing["kind"] == "Pod" else f"-{index}")
+                self.pods.append(Pod(name, 10 + len(self.pods), index, template))
+        for thing in (t for t in things if t["kind"] == "Service"):
+            behind = [p for p in self.pods if thing["spec"]["selector"].items() <= p.labels.items()]
+            base = f"{thing['metadata']['name']}.{chart.NAMESPACE}.svc"
+            services[base] = behind[0].ip
+            if thing["spec"].get("clusterIP") == "None":
+                services.update({f"{pod.name}.{base}": pod.ip for pod in behind})
+        self.hosts = "".join(f"{ip} {name}\n" for name, ip in services.items())
+
+    def build(self):
+        """Namespaces, addresses, names and firewalls."""
+        bridge = f"{PREFIX}-b"
+        run("ip", "netns", "add", bridge)
+        run("ip", "-n", bridge, "link", "add", "br0", "type", "bridge")
+        run("ip", "-n", bridge, "link", "set", "br0", "up")
+        for pod in self.pods:
+            run("ip", "netns", "add", pod.namespace)
+            port = f"v{pod.ip.rsplit('.', 1)[1]}"
+            run("ip", "-n", bridge, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", pod.namespace)
+            run("ip", "-n", bridge, "link", "set", port, "master", "br0", "up")
+            run("ip", "-n", pod.namespace, "addr", "add", f"{pod.ip}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                run("ip", "-n", pod.namespace, "link", "set", device, "up")
+            etc = pathlib.Path("/etc/netns") / pod.namespace
+            etc.mkdir(parents=True)
+            (etc / "hosts").write_text("127.0.0.1 localhost\n" + self.hosts)
+            run("ip", "netns", "exec", pod.namespace, "nft", "-f", "-", input=self.firewall(pod))
+
+    def firewall(self, pod):
+        """What the network policies let into and out of a pod, as rules of nftables."""
+        rules = {"input": [], "output": []}
+        for other in self.pods:
+            ports = [str(port) for port in PORTS]
+            ranges = [(range_, port) for range_, port in [(p, int(p)) for p in ports] + [(f"{UCX[0]}-{UCX[1]}", UCX[0])]]
+            for text, port in ranges:
+                if other is pod or allowed(self.things, other.as_peer(), pod.as_peer(), port):
+                    rules["input"].append(f"ip saddr {other.ip} tcp dport {text} accept")
+                if other is pod or allowed(self.things, pod.as_peer(), other.as_peer(), port):
+                    rules["output"].append(f"ip daddr {other.ip} tcp dport {text} accept")
+        text = "table inet pods {\n"
+        for side, device in (("input", "iifname"), ("output", "oifname")):
+            text += f"chain {side} {{ type filter hook {side} priority 0; policy drop;\n"
+            text += "ct state established,related accept\n" + f'{device} "lo" accept\n' + "\n".join(rules[side]) + "\n}\n"
+        return text + "}\n"
+
+    def start(self):
+        """The containers of everything but the test pod."""
+        for pod in self.pods:
+            for container in chart.containers(pod.template):
+                if container["name"] != "generate":
+                    self.spawn(pod, container)
+
+    def spawn(self, pod, container):
+        log = self.folder / f"{pod.name}.{container['name']}.log"
+        command = ["ip", "netns", "exec", pod.namespace, binary("omni"), *container["args"]]
+        with log.open("w") as out:
+            pod.processes.append(subprocess.Popen(command, env=pod.environment(container), stdin=subprocess.DEVNULL,
+                                                  stdout=out, stderr=subprocess.STDOUT))
+
+    def pod(self, component):
+        return next(p for p in self.pods if p.labels["app.kubernetes.io/component"] == component)
+
+    def omnictl(self, component, *arguments, timeout=30):
+        return subprocess.run(["ip", "netns", "exec", self.pod(component).namespace, binary("omnictl"), *arguments],
+                              capture_output=True, text=True, timeout=timeout, check=False)
+
+    def wait(self):
+        """Until every container is a ready member."""
+        endpoint = f"http://{self.pod('router').ip}:7600"
+        processes = [p for pod in self.pods for p in pod.processes]
+        until = time.monotonic() + START_SECONDS
+        while time.monotonic() < until:
+            if any(process.poll() is not None for process in processes):
+                break
+            done = self.omnictl("router", "get", "members", "-o", "json", "--endpoint", endpoint)
+            if done.returncode == 0:
+                text = done.stdout
+                members = json.loads(text)
+                members = members["members"] if isinstance(members, dict) else members
+                if len(members) == len(processes) and "STARTING" not in text.upper():
+                    return members
+            time.sleep(0.3)
+        raise AssertionError("the members did not come together\n" + self.logs())
+
+    def logs(self):
+        return "".join(f"--- {path.name}\n" + "\n".join(path.read_text().splitlines()[-15:]) + "\n"
+                       for path in sorted(self.folder.glob("*.log")))
+
+    def stop(self):
+        """Ends the processes and takes the namespaces away; what does not end in time is killed."""
+        processes = [p for pod in self.pods for p in pod.processes]
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        until = time.monotonic() + STOP_SECONDS
+        for process in processes:
+            try:
+                process.wait(max(0.1, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for name in [pod.namespace for pod in self.pods] + [f"{PREFIX}-b"]:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+            etc = pathlib.Path("/etc/netns") / name
+            (etc / "hosts").unlink(missing_ok=True)
+            if etc.exists():
+                etc.rmdir()
+        return [process.returncode for process in processes]
+
+
+def binary(name):
+    """Path of a built binary."""
+    return str(pathlib.Path(os.environ["OMNI_BIN_DIR"]) / name)
+
+
+@unittest.skipUnless(os.geteuid() == 0, "network namespaces need root")
+class Wiring(unittest.TestCase):
+    def make_an_image(self, *more):
+        things = chart.objects(chart.template(chart.CHART, chart.HERE / "sets" / "minimal.yaml", *more))
+        with tempfile.TemporaryDirectory() as folder:
+            cluster = Cluster(things, folder)
+            try:
+                cluster.build()
+                cluster.start()
+                members = cluster.wait()
+                (container,) = cluster.pod("test").template["spec"]["containers"]
+                image = pathlib.Path(folder) / "out.png"
+                arguments = [f"--output={image}" if a.startswith("--output=") else a for a in container["args"]]
+                done = cluster.omnictl("test", *arguments, timeout=IMAGE_SECONDS)
+                self.assertEqual(done.returncode, 0, done.stderr + cluster.logs())
+                self.assertEqual(image.read_bytes()[:8], b"\x89PNG\r\n\x1a\n")
+                denied = cluster.omnictl("test", "version", "--endpoint", f"http://{cluster.pod('ar').ip}:7602")
+                self.assertEqual(denied.returncode, 69, "the firewall lets the test pod reach a stage")
+            finally:
+                codes = cluster.stop()
+            self.assertEqual(set(codes), {0}, "exit codes")
+            return members
+
+    def test_the_default_pods_make_an_image(self):
+        self.assertEqual(len(self.make_an_image()), 4)
+
+    def test_pools_that_publish_into_a_kv_pool_make_an_image(self):
+        pools = ("pools[0].name=kv,pools[0].role=kv,pools[0].replicas=2,"
+                 "pools[1].name=ar,pools[1].role=ar,pools[1].replicas=2,pools[1].kvPool=kv,"
+                 "pools[2].name=dit,pools[2].role=dit,transfer.poolBytes=64MiB")
+        self.assertEqual(len(self.make_an_image("--set", pools)), 6)
+
+
+if __name__ == "__main__":
+    unittest.main()
