@@ -144,6 +144,40 @@ pub enum ParallelError {
         /// What it would have been.
         got: usize,
     },
+    /// The transport between ranks refused something, or a peer broke its rules.
+    #[error("rank transport: {what}: {message}")]
+    Transport {
+        /// What was tried.
+        what: &'static str,
+        /// What it said.
+        message: Arc<str>,
+    },
+    /// A rank did not join its world in time.
+    #[error("rank {rank} did not join within {after:?}")]
+    NotJoined {
+        /// The first rank missing.
+        rank: usize,
+        /// The bound.
+        after: Duration,
+    },
+    /// A rank joined with another mesh, or found another set of ranks.
+    #[error("rank {rank} joined another world: its mesh or its list of ranks differs")]
+    OtherWorld {
+        /// The rank.
+        rank: usize,
+    },
+    /// Ranks made their groups in different orders.
+    #[error("rank {rank} made group {number} along {got}, this rank along {expected}")]
+    GroupsDiffer {
+        /// The rank that differs.
+        rank: usize,
+        /// Number of the group, in the order of creation.
+        number: u32,
+        /// Axes of this rank's group.
+        expected: AxisSet,
+        /// Axes of that rank's group.
+        got: AxisSet,
+    },
     /// A sequence-parallel table does not fit the model it is for.
     #[error("sequence plan entry {entry}: {problem}")]
     SpPlan {

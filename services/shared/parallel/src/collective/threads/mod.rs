@@ -118,5 +118,31 @@ pub fn contexts(plan: &Plan, timeout: Duration) -> Result<Vec<RankContext>, Para
     (0..mesh.ranks()).map(context).collect()
 }
 
+/// Runs `work` on every rank of a plan, each on its own thread; results in rank order.
+///
+/// # Errors
+/// Those of [`contexts`].
+///
+/// # Panics
+/// When `work` does on a rank, after the others have ended.
+pub fn on_ranks<T: Send>(
+    plan: &Plan,
+    timeout: Duration,
+    work: impl Fn(RankContext) -> T + Sync,
+) -> Result<Vec<T>, ParallelError> {
+    let contexts = contexts(plan, timeout)?;
+    Ok(std::thread::scope(|scope| {
+        let work = &work;
+        let ranks: Vec<_> = contexts
+            .into_iter()
+            .map(|ctx| scope.spawn(move || work(ctx)))
+            .collect();
+        let ended = ranks.into_iter().map(std::thread::ScopedJoinHandle::join);
+        ended
+            .map(|end| end.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
+    }))
+}
+
 #[cfg(test)]
 mod tests;
