@@ -248,10 +248,14 @@ class Network(unittest.TestCase):
                 continue
             router, ar, dit, test = (pod_of(things, part) for part in ("router", "ar", "dit", "test"))
             client = {"namespace": {"kubernetes.io/metadata.name": "web"}, "labels": {}} if name == "production" else NEIGHBOUR
-            embedded = not any("etcd" in str(thing.get("spec")) for thing in things)
+            process = next(t for o, t in chart.pod_templates(things) if o["kind"] == "Deployment")["spec"]["containers"][0]
+            embedded = chart.environment(process)["OMNI_REGISTRY"] == "embedded"
             for source, target, port, expected in [
                 (client, router, 7600, True),
                 (STRANGER, router, 7600, False),
+                (client, router, 7680, True),
+                (STRANGER, router, 7680, False),
+                (ar, router, 7680, False),
                 (client, router, 9600, False),
                 (MONITORING, router, 9600, True),
                 (MONITORING, router, 7600, False),

@@ -18,7 +18,7 @@ import chart
 from test_policy import allowed
 
 MODEL = chart.HERE.parent / "demo-model" / "checkpoint"
-PORTS = [*range(7600, 7604), *range(9600, 9604)]
+PORTS = [*range(7600, 7604), 7680, *range(9600, 9604)]
 UCX = (7700, 7763)
 START_SECONDS, IMAGE_SECONDS, STOP_SECONDS = 120, 120, 60
 # Namespaces are the machine's, so their names carry this process.

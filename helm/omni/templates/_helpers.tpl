@@ -192,7 +192,7 @@ registry_password_file: /etc/omni/etcd-user/{{ $e.user.passwordKey }}
 
 {{/* Ports of a role. */}}
 {{- define "omni.ports" -}}
-router: {grpc: 7600, admin: 9600}
+router: {grpc: 7600, http: 7680, admin: 9600}
 kv: {grpc: 7601, admin: 9601}
 ar: {grpc: 7602, admin: 9602}
 dit: {grpc: 7603, admin: 9603}

@@ -28,6 +28,9 @@ args: [{{ .role }}]
 securityContext: {{- include "omni.containerSecurity" (and .root.Values.rdma.enabled (ne .role "router")) | nindent 2 }}
 ports:
   - {name: {{ .portPrefix }}grpc, containerPort: {{ .ports.grpc }}}
+  {{- with .ports.http }}
+  - {name: http, containerPort: {{ . }}}
+  {{- end }}
   - {name: {{ .portPrefix }}admin, containerPort: {{ .ports.admin }}}
 {{- end -}}
 

@@ -56,37 +56,43 @@ fn accepted<'a>(arguments: &[&str], words: &[(&'a str, &str)]) -> BTreeSet<Strin
 }
 
 #[test]
-fn the_chart_knows_every_setting_of_every_role_and_no_other() {
+fn the_chart_renders_no_setting_that_the_binary_does_not_have() {
     let claims = claims();
     assert_eq!(claims.settings.len(), 4);
     for (role, claimed) in claims.settings {
-        assert_eq!(claimed, settings(&role), "{role}");
+        let real = settings(&role);
+        let invented: Vec<_> = claimed.difference(&real).collect();
+        assert!(
+            !claimed.is_empty() && invented.is_empty(),
+            "{role}: {invented:?}"
+        );
     }
 }
 
 #[test]
-fn the_chart_knows_the_transports_and_registries_of_the_binary() {
+fn the_chart_offers_no_transport_or_registry_that_the_binary_refuses() {
     let transports = ["shm", "tcp", "rdma"].map(|name| (name, name));
     let show = ["config", "show", "kv-transfer", "--transport"];
-    assert_eq!(claims().transports, accepted(&show, &transports));
+    assert!(claims().transports.is_subset(&accepted(&show, &transports)));
 
     let registries = [
         ("embedded", "embedded"),
         ("etcd", "etcd://127.0.0.1:2379,127.0.0.2:2379"),
     ];
     let show = ["config", "show", "router", "--registry"];
-    assert_eq!(claims().registries, accepted(&show, &registries));
+    assert!(claims().registries.is_subset(&accepted(&show, &registries)));
 }
 
 #[test]
-fn the_chart_offers_gpus_once_the_binary_can_be_built_for_them() {
+fn the_chart_offers_no_gpu_before_the_binary_can_be_built_for_one() {
     let manifest = integration_tests::workspace_root().join("services/omni/Cargo.toml");
     let manifest: toml::Table = fs::read_to_string(manifest).unwrap().parse().unwrap();
     let cuda = manifest
         .get("features")
         .and_then(|features| features.get("cuda"));
     let devices = ["cpu"].into_iter().chain(cuda.map(|_| "cuda"));
-    assert_eq!(claims().devices, devices.map(str::to_owned).collect());
+    let built: BTreeSet<_> = devices.map(str::to_owned).collect();
+    assert!(claims().devices.is_subset(&built), "{built:?}");
 }
 
 #[test]
