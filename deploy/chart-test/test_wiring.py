@@ -64,8 +64,9 @@ class Pod:
 class Cluster:
     """Pods on a bridge."""
 
-    def __init__(self, things, folder):
+    def __init__(self, things, folder, names=None):
         self.folder, self.things, self.pods, services = pathlib.Path(folder), things, [], {}
+        self.endpoint = None  # of the router, when it is not the address of its pod
         for thing, template in chart.pod_templates(things):
             for index in range(thing["spec"].get("replicas", 1)):
                 name = thing["metadata"]["name"] + ("" if thing["kind"] == "Pod" else f"-{index}")
@@ -76,6 +77,8 @@ class Cluster:
             services[base] = behind[0].ip
             if thing["spec"].get("clusterIP") == "None":
                 services.update({f"{pod.name}.{base}": pod.ip for pod in behind})
+        for name, component in (names or {}).items():
+            services[name] = self.pod(component).ip
         self.hosts = "".join(f"{ip} {name}\n" for name, ip in services.items())
 
     def build(self):
@@ -99,6 +102,8 @@ class Cluster:
 
     def firewall(self, pod):
         """What the network policies let into and out of a pod, as rules of nftables."""
+        if not any(thing["kind"] == "NetworkPolicy" for thing in self.things):
+            return ""
         rules = {"input": [], "output": []}
         for other in self.pods:
             ports = [str(port) for port in PORTS]
@@ -137,7 +142,7 @@ class Cluster:
 
     def wait(self):
         """Until every container is a ready member."""
-        endpoint = f"http://{self.pod('router').ip}:7600"
+        endpoint = self.endpoint or f"http://{self.pod('router').ip}:7600"
         processes = [p for pod in self.pods for p in pod.processes]
         until = time.monotonic() + START_SECONDS
         while time.monotonic() < until:
