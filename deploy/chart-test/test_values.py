@@ -149,6 +149,16 @@ class Refusals(unittest.TestCase):
         walk(schema, "")
 
 
+class Examples(unittest.TestCase):
+    def test_the_example_of_the_chart_s_readme_renders(self):
+        (example,) = re.findall(r"```yaml\n(.*?)```", (chart.CHART / "README.md").read_text(), re.DOTALL)
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as values:
+            values.write(example)
+            values.flush()
+            rendered = chart.objects(chart.template(chart.wide_chart(), values.name, "--set", "model.hostPath=/m"))
+        self.assertIn("StatefulSet/demo-omni-kv", map(chart.title, rendered))
+
+
 class Notes(unittest.TestCase):
     def notes(self, name):
         # `helm template` leaves the notes out; a dry run on the client's side prints them, without a cluster.
