@@ -19,14 +19,14 @@ use crate::back_vae::cond_pixels;
 use crate::common::{Tensors, assert_close, count, in_set, json};
 
 /// A recorded conditioning image: its pixels for both encoders.
-struct Recorded {
-    grid: CondImageGrid,
+pub(crate) struct Recorded {
+    pub(crate) grid: CondImageGrid,
     vae: Tensor,
     patches: Tensor,
 }
 
 /// Finds the picture of `case` among those of golden 04.
-fn recorded(case: &Value) -> Recorded {
+pub(crate) fn recorded(case: &Value) -> Recorded {
     let pictures = json("04_vit.json");
     let pictures = pictures.as_array().unwrap();
     let index = pictures
@@ -52,7 +52,7 @@ fn recorded(case: &Value) -> Recorded {
 }
 
 impl Recorded {
-    fn features(&self, model: &Model, noise: &Latents) -> CondFeatures {
+    pub(crate) fn features(&self, model: &Model, noise: &Latents) -> CondFeatures {
         let patches = Patches {
             values: &self.patches,
             grid: (self.grid.vit_height, self.grid.vit_width),

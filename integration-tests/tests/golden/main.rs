@@ -20,3 +20,5 @@ mod front_layouts;
 mod front_manifest;
 mod front_requests;
 mod front_schedule;
+mod plan_runs;
+mod plan_table;

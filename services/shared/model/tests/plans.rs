@@ -5,7 +5,6 @@ mod common;
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::thread;
 use std::time::Duration;
 
 use common::{Case, divisible, ids};
@@ -39,15 +38,8 @@ fn open(plan: Plan, rank: usize) -> Model {
 
 /// Runs `work` on every rank of a plan, each with its own weights; results in rank order.
 fn on_ranks<T: Send>(plan: Plan, work: impl Fn(&Model, &RankContext) -> T + Sync) -> Vec<T> {
-    let contexts = threads::contexts(&plan, PATIENT).unwrap();
-    thread::scope(|scope| {
-        let work = &work;
-        let ranks: Vec<_> = contexts
-            .into_iter()
-            .map(|ctx| scope.spawn(move || work(&open(plan, ctx.rank()), &ctx)))
-            .collect();
-        ranks.into_iter().map(|t| t.join().unwrap()).collect()
-    })
+    let work = |ctx: RankContext| work(&open(plan, ctx.rank()), &ctx);
+    threads::on_ranks(&plan, PATIENT, work).unwrap()
 }
 
 /// Every plan on `ranks` ranks, with the options that only matter under some axes.
