@@ -10,6 +10,7 @@ pub mod collective;
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
 mod context;
+pub mod cost;
 pub mod eplb;
 mod error;
 mod experts;
@@ -19,6 +20,7 @@ mod plan;
 mod sequence;
 mod shape;
 pub mod sp_plan;
+pub mod traffic;
 mod ulysses;
 
 pub use axes::{Axis, AxisSet};
