@@ -159,6 +159,25 @@ class Examples(unittest.TestCase):
         self.assertIn("StatefulSet/demo-omni-kv", map(chart.title, rendered))
 
 
+class Defaults(unittest.TestCase):
+    def test_a_pool_overrides_its_defaults_also_with_nothing(self):
+        pools = {"model": {"hostPath": "/m"}, "poolDefaults": {"replicas": 3, "extraEnv": [{"name": "A", "value": "b"}]},
+                 "pools": [{"name": "ar", "role": "ar"},
+                           {"name": "dit", "role": "dit", "replicas": 0, "disruptionBudget": False, "extraEnv": [],
+                            "resources": {"limits": {"memory": "9Gi"}, "requests": {"memory": "9Gi"}}}]}
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as values:
+            yaml.safe_dump(pools, values)
+            values.flush()
+            things = {chart.title(thing): thing for thing in chart.objects(chart.template(chart.CHART, values.name))}
+        self.assertIn("PodDisruptionBudget/demo-omni-ar", things)
+        self.assertNotIn("PodDisruptionBudget/demo-omni-dit", things)
+        for name, replicas, has_a in (("ar", 3, True), ("dit", 0, False)):
+            spec = things[f"StatefulSet/demo-omni-{name}"]["spec"]
+            (container,) = spec["template"]["spec"]["containers"]
+            self.assertEqual((spec["replicas"], "A" in chart.environment(container)), (replicas, has_a))
+        self.assertEqual(container["resources"], {"requests": {"cpu": "2", "memory": "9Gi"}, "limits": {"memory": "9Gi"}})
+
+
 class Notes(unittest.TestCase):
     def notes(self, name):
         # `helm template` leaves the notes out; a dry run on the client's side prints them, without a cluster.
@@ -169,7 +188,7 @@ class Notes(unittest.TestCase):
     def test_notes_name_the_endpoint_the_pools_and_what_is_open(self):
         notes = self.notes("production")
         for text in [f"http://demo-omni-router.{chart.NAMESPACE}.svc:7600", "helm -n pictures test demo",
-                     "draw (dit): 2 to 8 replicas", "no TLS", "LoadBalancer, which opens that port"]:
+                     "draw (dit): 2 to 8 replicas", "no TLS", "names no ipBlock", "LoadBalancer, which opens that port"]:
             self.assertIn(text, notes)
         self.assertIn("without the network policies", self.notes("image-volume"))
 

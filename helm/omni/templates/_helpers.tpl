@@ -68,9 +68,15 @@ capabilities:
   {{- end }}
 {{- end -}}
 
-{{/* Address that others connect to, for a port. Argument: root, port. */}}
+{{/*
+Address that others connect to, for a port. The address of the pod, because a name may still mean the pod's predecessor;
+with TLS its name, because certificates hold names. Argument: root, port, pool.
+*/}}
 {{- define "omni.advertise" -}}
 {{- $host := ternary "[$(POD_IP)]" "$(POD_IP)" (eq .root.Values.network.ipFamily "IPv6") -}}
+{{- if and (ne .root.Values.tls.mode "none") (ne .pool "router") -}}
+{{- $host = printf "$(POD_NAME).%s-%s.%s.svc" (include "omni.fullname" .root) .pool .root.Release.Namespace -}}
+{{- end -}}
 {{ include "omni.scheme" .root }}://{{ $host }}:{{ .port }}
 {{- end -}}
 
@@ -106,7 +112,7 @@ Argument: root, role, settings (key to value), field (the value to name in the m
 {{- define "omni.commonSettings" -}}
 listen: {{ include "omni.listen" (dict "root" .root "port" .ports.grpc) | quote }}
 admin_listen: {{ include "omni.listen" (dict "root" .root "port" .ports.admin) | quote }}
-advertise: {{ include "omni.advertise" (dict "root" .root "port" .ports.grpc) | quote }}
+advertise: {{ include "omni.advertise" (dict "root" .root "port" .ports.grpc "pool" .pool) | quote }}
 pool: {{ .pool }}
 log_level: {{ .root.Values.log.level | quote }}
 log_format: {{ .root.Values.log.format }}

@@ -5,6 +5,11 @@
 - name: POD_IP
   valueFrom:
     fieldRef: {fieldPath: status.podIP}
+{{- if ne .Values.tls.mode "none" }}
+- name: POD_NAME
+  valueFrom:
+    fieldRef: {fieldPath: metadata.name}
+{{- end }}
 {{- end -}}
 
 {{/* What UCX needs to know about the pod's network. Argument: root. */}}
@@ -44,7 +49,7 @@ ports:
 {{- $_ := set $settings "pool_bytes" .spec.poolBytes }}
 {{- include "omni.container" (dict "root" $root "name" "kv-transfer" "role" "kv-transfer" "ports" $ports "portPrefix" .portPrefix) }}
 env:
-  {{- include "omni.podFields" . | nindent 2 }}
+  {{- include "omni.podFields" $root | nindent 2 }}
   {{- with include "omni.ucxEnv" $root | trim }}{{ nindent 2 . }}{{ end }}
   {{- with include "omni.env" (dict "root" $root "role" "kv-transfer" "settings" $settings) | trim }}{{ nindent 2 . }}{{ end }}
   {{- with .spec.extraEnv }}{{ toYaml . | nindent 2 }}{{ end }}
@@ -67,7 +72,7 @@ startupProbe:
 {{- $_ := set $settings "transport" $root.Values.transfer.transport }}
 {{- $_ := set $settings "model" $root.Values.model.path }}
 {{- if eq $pool.role "ar" }}
-{{- $url := include "omni.advertise" (dict "root" $root "port" 7601) }}
+{{- $url := include "omni.advertise" (dict "root" $root "port" 7601 "pool" $pool.name) }}
 {{- with $pool.kvPool }}
 {{- $service := printf "%s-%s" (include "omni.fullname" $root) . }}
 {{- $url = printf "%s://%s-$(POD_INDEX).%s.%s.svc:7601" (include "omni.scheme" $root) $service $service $root.Release.Namespace }}
@@ -87,7 +92,7 @@ startupProbe:
 {{- end }}
 {{- include "omni.container" (dict "root" $root "name" $role "role" $role "ports" $ports "portPrefix" "") }}
 env:
-  {{- include "omni.podFields" . | nindent 2 }}
+  {{- include "omni.podFields" $root | nindent 2 }}
   {{- if $pool.kvPool }}
   - name: POD_INDEX
     valueFrom:
