@@ -2,9 +2,14 @@
 # What try.sh and test.sh share. Sourced, never run.
 set -euo pipefail
 
-# Commands the build needs, and the Debian package of each. UCX is built from source with a C and a
-# C++ compiler; nothing else of the system is linked.
-readonly NEEDED=(gcc:gcc g++:g++ make:make pkg-config:pkg-config)
+# Commands or files the build needs, and the Debian package of each. UCX is built from source with a C
+# and a C++ compiler; the client of etcd generates its messages with protoc and the descriptors that
+# come with its library. Nothing else of the system is linked.
+readonly NEEDED=(
+    gcc:gcc g++:g++ make:make pkg-config:pkg-config
+    protoc:protobuf-compiler
+    /usr/include/google/protobuf/descriptor.proto:libprotobuf-dev
+)
 
 say() { printf '== %s\n' "$*"; }
 
@@ -26,11 +31,21 @@ as_root() {
 # Installs what is missing, and asks for nothing when nothing is.
 install_packages() { need_packages "${NEEDED[@]}"; }
 
-# need_packages COMMAND:PACKAGE...: installs the packages whose command is missing; without a command, in any case.
+# is_there COMMAND|PATH: a path has a slash; nothing is never there.
+is_there() {
+    case $1 in
+    "") return 1 ;;
+    */*) [ -e "$1" ] ;;
+    *) command -v "$1" >/dev/null ;;
+    esac
+}
+
+# need_packages COMMAND|PATH:PACKAGE...: installs the packages whose command or file is missing; without one, in any
+# case.
 need_packages() {
     local missing=() pair
     for pair in "$@"; do
-        [ -n "${pair%%:*}" ] && command -v "${pair%%:*}" >/dev/null || missing+=("${pair##*:}")
+        is_there "${pair%%:*}" || missing+=("${pair##*:}")
     done
     [ "${#missing[@]}" -gt 0 ] || return 0
     command -v apt-get >/dev/null ||

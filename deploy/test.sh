@@ -35,6 +35,8 @@ step() {
 skip() { summary+=("skipped: $1"); }
 
 install_packages
+# The registry's tests run on a real etcd, on ports of their own.
+need_packages etcd:etcd-server
 find_cargo
 
 step "format" cargo fmt --all --check
