@@ -38,6 +38,14 @@ pub enum ParallelError {
         /// The number of the model or request that does not fit.
         got: usize,
     },
+    /// A plan written as text cannot be read.
+    #[error("plan entry {entry:?} {problem}")]
+    PlanText {
+        /// The entry.
+        entry: String,
+        /// What is wrong with it.
+        problem: String,
+    },
     /// Experts cannot be spread over that many ranks of this mesh.
     #[error("ep = {got} is no product of the axes cfg, ring, ulysses, tp of {sizes:?}")]
     EpNotAProduct {

@@ -1,5 +1,7 @@
 //! The parallel plan of a pool, as an operator writes it.
 
+mod text;
+
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
