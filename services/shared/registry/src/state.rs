@@ -354,6 +354,7 @@ mod tests {
         Beat(u8, bool),
         Deregister(u8),
         Drain(u8),
+        Publish(u8, u64),
         Wait(u64),
     }
 
@@ -363,6 +364,7 @@ mod tests {
             (0..4_u8, any::<bool>()).prop_map(|(id, ready)| Step::Beat(id, ready)),
             (0..4_u8).prop_map(Step::Deregister),
             (0..4_u8).prop_map(Step::Drain),
+            (0..2_u8, 1..4_u64).prop_map(|(pool, generation)| Step::Publish(pool, generation)),
             (1..900_u64).prop_map(Step::Wait),
         ];
         proptest::collection::vec(step, 1..60)
@@ -377,6 +379,7 @@ mod tests {
             let mut seen = crate::Snapshot::new(state.epoch(), state.members())
                     .with_plans(state.plans());
             let mut leases = BTreeMap::<String, (u64, Instant)>::new();
+            let mut plans = BTreeMap::<String, u64>::new();
             for step in steps {
                 let ttl = Duration::from_secs(1);
                 let updates: Vec<Update> = match step {
@@ -407,6 +410,17 @@ mod tests {
                     }
                     Step::Drain(id) => {
                         state.drain(&format!("m{id}")).ok().flatten().into_iter().collect()
+                    }
+                    Step::Publish(pool, generation) => {
+                        let pool = format!("p{pool}");
+                        let before = plans.get(&pool).copied().unwrap_or(0);
+                        let offer = Plan { pool: pool.clone(), generation, ..Plan::default() };
+                        let answer = state.publish_plan(offer);
+                        prop_assert_eq!(answer.is_ok(), generation == before + 1);
+                        if answer.is_ok() {
+                            plans.insert(pool, generation);
+                        }
+                        answer.ok().into_iter().collect()
                     }
                     Step::Wait(ms) => {
                         now += Duration::from_millis(ms);

@@ -5,7 +5,7 @@ use base::{Code, Fault as _};
 use etcd_client::{Client, ConnectOptions, PermissionType, RoleRevokePermissionOptions};
 use rcgen::{BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
 
-use super::{config, options, server::EtcdServer};
+use super::{SHORT, config, options, server::EtcdServer};
 use crate::{
     Etcd, EtcdConfig, EtcdTls, EtcdUser, Membership, Registry as _, Snapshots,
     conformance::{SOON, TTL, member, picture},
@@ -196,6 +196,13 @@ async fn a_user_is_held_to_its_role_and_a_wrong_password_is_said_at_once() {
         ..config(&server)
     };
     works(with(&right, "default")).await;
+    let etcd = std::sync::Arc::new(Etcd::new(with(&right, "default")).unwrap());
+    let joined = Membership::join(etcd.clone(), member("b"), options());
+    let joined = joined.await.unwrap();
+    tokio::time::sleep(SHORT * 2).await;
+    let kept = picture(&*etcd).await.members["b"].epoch;
+    assert_eq!(kept, joined.epoch(), "renewed, not registered again");
+    joined.leave().await.unwrap();
     let error = refused(with(&right, "other")).await;
     assert_eq!(error.code(), Code::PermissionDenied, "{error}");
     let error = refused(with(&None, "default")).await;

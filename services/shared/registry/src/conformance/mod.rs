@@ -1,42 +1,20 @@
 //! One suite, run on every backend.
+mod setup;
+
 use std::{sync::Arc, time::Duration};
 
-use base::{Code, Fault as _, limits::WATCH_QUEUE, task};
+use base::{Code, Fault as _};
 use proto::v1::ModelInfo;
-use tokio_util::sync::CancellationToken;
 
+use self::setup::{Setup, embedded, etcd, remote};
 use crate::{
-    Beat, Embedded, Etcd, EtcdConfig, Event, JoinOptions, Load, Member, MemberState, Membership,
-    Picture, Plan, Registry, RegistryError, Remote, Role, Snapshot, Snapshots, Update, Watch,
-    etcd::tests::server::EtcdServer, service,
+    Beat, Event, JoinOptions, Load, Member, MemberState, Membership, Picture, Plan, Registry,
+    RegistryError, Remote, Role, Snapshot, Snapshots, Update, Watch,
 };
 
 /// Bound of every wait in these tests; none is expected to come near it.
 pub(crate) const SOON: Duration = Duration::from_secs(20);
 pub(crate) const TTL: Duration = Duration::from_secs(5);
-
-/// A backend under test.
-struct Setup {
-    registry: Arc<dyn Registry>,
-    /// The same cluster as another process sees it.
-    other: Arc<dyn Registry>,
-    /// A lease so short that a test can wait for its end.
-    short: Duration,
-    /// Load changes that a watcher may sleep through, and whether it is then given a fresh picture
-    /// (a store with a history may go through it instead).
-    flood: u32,
-    skips: bool,
-    stop: CancellationToken,
-    _server: Option<task::Owned<()>>,
-    _etcd: Option<EtcdServer>,
-}
-
-impl Setup {
-    /// What the registry holds.
-    async fn now(&self) -> Snapshot {
-        picture(&*self.other).await
-    }
-}
 
 /// What a registry holds, as a watcher sees it first.
 pub(crate) async fn picture(registry: &dyn Registry) -> Snapshot {
@@ -44,68 +22,6 @@ pub(crate) async fn picture(registry: &dyn Registry) -> Snapshot {
     let mut snapshot = Snapshot::default();
     snapshot.apply(next(&mut watch).await);
     snapshot
-}
-
-async fn embedded() -> Setup {
-    let core = Embedded::start(base::clock::system());
-    Setup {
-        registry: Arc::new(core.clone()),
-        other: Arc::new(core),
-        short: Duration::from_millis(200),
-        flood: flood(),
-        skips: true,
-        stop: CancellationToken::new(),
-        _server: None,
-        _etcd: None,
-    }
-}
-
-/// Far more than the broadcast and the buffers of a connection hold.
-fn flood() -> u32 {
-    40 * u32::try_from(WATCH_QUEUE).unwrap()
-}
-
-async fn remote() -> Setup {
-    let core = Embedded::start(base::clock::system());
-    let listener = proto::server::bind("127.0.0.1:0", "listen").await.unwrap();
-    let address = format!("http://{}", listener.local_addr().unwrap());
-    let stop = CancellationToken::new();
-    let (mut routes, _health) = proto::server::routes(&[proto::names::REGISTRY])
-        .await
-        .unwrap();
-    routes.add_service(service::server(Arc::new(core.clone()), stop.clone()));
-    let stopped = stop.clone().cancelled_owned();
-    let server = task::spawn(async move {
-        proto::server::serve(listener, routes, stopped)
-            .await
-            .unwrap();
-    });
-    Setup {
-        registry: Arc::new(Remote::new(&address).unwrap()),
-        other: Arc::new(core),
-        short: Duration::from_millis(200),
-        flood: flood(),
-        skips: true,
-        stop,
-        _server: Some(server),
-        _etcd: None,
-    }
-}
-
-async fn etcd() -> Setup {
-    let server = EtcdServer::start();
-    let config = EtcdConfig::parse(&format!("etcd://{}", server.endpoint())).unwrap();
-    Setup {
-        registry: Arc::new(Etcd::new(config.clone()).unwrap()),
-        other: Arc::new(Etcd::new(config).unwrap()),
-        // The shortest that etcd grants with its usual election timeout.
-        short: Duration::from_secs(2),
-        flood: 300,
-        skips: false,
-        stop: CancellationToken::new(),
-        _server: None,
-        _etcd: Some(server),
-    }
 }
 
 pub(crate) fn member(id: &str) -> Member {
