@@ -15,6 +15,9 @@ pub(crate) struct Announcement {
     pub(crate) endpoint: String,
     /// Address of the probes and metrics.
     pub(crate) admin: String,
+    /// Address of the HTTP API, where there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) http: Option<String>,
 }
 
 impl Announcement {

@@ -30,6 +30,8 @@ pub(crate) enum Action {
         matches: ArgMatches,
         config: Option<PathBuf>,
     },
+    /// Print the OpenAPI document of the HTTP API.
+    OpenApi,
     /// Measure the denoiser.
     BenchDenoise(DenoiseArgs),
     /// Measure the memory of attention.
@@ -59,26 +61,27 @@ pub(crate) fn command() -> Command {
         let command = settings::command(role).arg(config_file());
         root.subcommand(command.arg(exit_with_parent()))
     });
-    root.subcommand(
-        Command::new("bench")
-            .about("Measure this machine; prints JSON")
-            .subcommand_required(true)
-            .subcommand(DenoiseArgs::augment_args(Command::new("denoise")))
-            .subcommand(AttentionArgs::augment_args(Command::new("attention"))),
-    )
-    .subcommand(
-        Command::new("config")
-            .about("Look at settings")
-            .subcommand_required(true)
-            .subcommand(
-                Role::ALL.into_iter().fold(
-                    Command::new("show")
-                        .about("Print the settings of a role and where each came from")
-                        .subcommand_required(true),
-                    |show, role| show.subcommand(settings::command(role).arg(config_file())),
+    root.subcommand(Command::new("openapi").about("Print the OpenAPI document of the HTTP API"))
+        .subcommand(
+            Command::new("bench")
+                .about("Measure this machine; prints JSON")
+                .subcommand_required(true)
+                .subcommand(DenoiseArgs::augment_args(Command::new("denoise")))
+                .subcommand(AttentionArgs::augment_args(Command::new("attention"))),
+        )
+        .subcommand(
+            Command::new("config")
+                .about("Look at settings")
+                .subcommand_required(true)
+                .subcommand(
+                    Role::ALL.into_iter().fold(
+                        Command::new("show")
+                            .about("Print the settings of a role and where each came from")
+                            .subcommand_required(true),
+                        |show, role| show.subcommand(settings::command(role).arg(config_file())),
+                    ),
                 ),
-            ),
-    )
+        )
 }
 
 fn config_file() -> Arg {
@@ -104,6 +107,7 @@ pub(crate) fn parse(
     let mut matches = command().try_get_matches_from(arguments)?;
     let action = match matches.remove_subcommand() {
         Some((name, matches)) if name == "bench" => bench(&matches)?,
+        Some((name, _)) if name == "openapi" => Action::OpenApi,
         Some((name, mut matches)) if name == "config" => {
             let show = matches.remove_subcommand().map(|(_, show)| show);
             let (role, matches) = show

@@ -66,6 +66,7 @@ fn run(action: Action) -> Result<(), OmniError> {
             roles::check(role, &settings)?;
             print(&settings.to_string())
         }
+        Action::OpenApi => print(&format!("{:#}", router::openapi())),
         Action::BenchDenoise(args) => print(&bench::denoise(&args)?),
         Action::BenchAttention(args) => print(&bench::attention(&args)?),
     }

@@ -26,6 +26,8 @@ use crate::{
 
 /// Most compute threads a process may be told to use.
 const MAX_THREADS: usize = 1024;
+/// How far the port of the HTTP API is above that of gRPC, when it is not set.
+const HTTP_PORT_OFFSET: u16 = 80;
 /// Cluster that a process joins when none is named.
 const DEFAULT_CLUSTER: &str = "default";
 
@@ -71,11 +73,15 @@ pub(crate) async fn run(
             let admin = bound
                 .admin_address()
                 .map(|address| format!("http://{address}"));
-            announce(
-                role,
-                format!("http://{}", bound.address()),
-                admin.unwrap_or_default(),
-            )?;
+            let announcement = Announcement {
+                role: role.name().to_owned(),
+                endpoint: format!("http://{}", bound.address()),
+                admin: admin.unwrap_or_default(),
+                http: bound
+                    .http_address()
+                    .map(|address| format!("http://{address}")),
+            };
+            announcement.print()?;
             bound.serve(shutdown).await.map_err(|e| OmniError::of(&e))
         }
         Plan::KvTransfer(place, config) => {
@@ -149,6 +155,7 @@ fn plan(role: Role, settings: &Settings, file: Option<&Path>) -> Result<Plan, Om
 fn router_config(settings: &Settings) -> Result<RouterConfig, OmniError> {
     Ok(RouterConfig {
         listen: settings.socket("listen")?.to_string(),
+        http_listen: Some(http_listen(settings)?.to_string()),
         advertise: advertise(settings)?,
         admin_listen: Some(settings.socket("admin_listen")?.to_string()),
         registry: match settings.text("registry")? {
@@ -166,6 +173,24 @@ fn router_config(settings: &Settings) -> Result<RouterConfig, OmniError> {
         build: build_info(),
         ..RouterConfig::default()
     })
+}
+
+/// Where the HTTP API listens: as set, else beside `listen`; a free port where that takes one.
+pub(crate) fn http_listen(settings: &Settings) -> Result<SocketAddr, OmniError> {
+    if settings.get("http_listen").is_some() {
+        return settings.socket("http_listen");
+    }
+    let listen = settings.socket("listen")?;
+    let port = match listen.port() {
+        0 => Some(0),
+        port => port.checked_add(HTTP_PORT_OFFSET),
+    };
+    let port = port.ok_or_else(|| {
+        OmniError::Config(format!(
+            "http_listen is required when listening on {listen}: there is no port {HTTP_PORT_OFFSET} above"
+        ))
+    })?;
+    Ok(SocketAddr::new(listen.ip(), port))
 }
 
 fn place(settings: &Settings) -> Result<Place, OmniError> {
@@ -332,6 +357,7 @@ fn announce(role: Role, endpoint: String, admin: String) -> Result<(), OmniError
         role: role.name().to_owned(),
         endpoint,
         admin,
+        http: None,
     };
     announcement.print()
 }
@@ -346,4 +372,33 @@ fn build_info() -> BuildInfo {
 
 fn bad(error: &impl base::Fault) -> OmniError {
     OmniError::Config(Failure::of(error).message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::settings::{self, ConfigFile};
+
+    fn http(arguments: &[&str]) -> Result<String, OmniError> {
+        let all = std::iter::once("router").chain(arguments.iter().copied());
+        let matches = settings::command(Role::Router)
+            .try_get_matches_from(all)
+            .unwrap();
+        let settings = Settings::resolve(Role::Router, &matches, &ConfigFile::default())?;
+        http_listen(&settings).map(|address| address.to_string())
+    }
+
+    #[test]
+    fn the_http_port_follows_that_of_grpc_unless_it_is_set() {
+        assert_eq!(http(&[]).unwrap(), "127.0.0.1:7680");
+        assert_eq!(http(&["--listen", "0.0.0.0:7000"]).unwrap(), "0.0.0.0:7080");
+        assert_eq!(http(&["--listen", "127.0.0.1:0"]).unwrap(), "127.0.0.1:0");
+        let given = ["--listen", "127.0.0.1:65500", "--http-listen", "[::1]:80"];
+        assert_eq!(http(&given).unwrap(), "[::1]:80");
+        for bad in [&given[..2], &["--http-listen", "80"]] {
+            let error = http(bad).unwrap_err();
+            assert!(error.to_string().contains("http_listen"), "{error}");
+            assert_eq!(error.exit_code(), 64);
+        }
+    }
 }

@@ -117,7 +117,14 @@ const TRANSPORT: Setting = setting(
 );
 const THREADS: Setting = setting("threads", "N", Value("0"), "Compute threads; 0: one a core");
 
-const ROUTER: [Setting; 4] = [
+const HTTP_LISTEN: Setting = setting(
+    "http_listen",
+    "HOST:PORT",
+    Unset,
+    "Address of the HTTP API for OpenAI clients [default: that of listen with its port + 80]",
+);
+
+const ROUTER: [Setting; 5] = [
     setting(
         "listen",
         "HOST:PORT",
@@ -142,6 +149,7 @@ const ROUTER: [Setting; 4] = [
         Value("256"),
         "Requests waiting before new ones are refused",
     ),
+    HTTP_LISTEN,
 ];
 
 const KV_TRANSFER: [Setting; 4] = [
@@ -214,8 +222,9 @@ const DIT_WORKER: [Setting; 9] = [
     ),
 ];
 
-const UP: [Setting; 7] = [
+const UP: [Setting; 8] = [
     MODEL,
+    HTTP_LISTEN,
     setting(
         "listen",
         "HOST:PORT",

@@ -35,6 +35,7 @@ const ANY_PORT: &str = "127.0.0.1:0";
 pub(crate) struct UpConfig {
     pub(crate) model: PathBuf,
     pub(crate) listen: std::net::SocketAddr,
+    pub(crate) http_listen: std::net::SocketAddr,
     pub(crate) transport: &'static str,
     pub(crate) pool_bytes: usize,
     pub(crate) ready_file: Option<PathBuf>,
@@ -55,6 +56,7 @@ impl UpConfig {
         Ok(Self {
             model: crate::roles::model_dir(settings)?,
             listen: settings.socket("listen")?,
+            http_listen: crate::roles::http_listen(settings)?,
             transport: settings.one_of("transport", &[("shm", "shm"), ("tcp", "tcp")])?,
             pool_bytes: settings.bytes("pool_bytes")?,
             ready_file: settings.get("ready_file").map(PathBuf::from),
@@ -98,7 +100,7 @@ pub(crate) async fn run(config: UpConfig, shutdown: Shutdown) -> Result<(), Omni
         }
     };
     let outcome = match started {
-        Ok(endpoint) => match announce(&endpoint, config.ready_file.as_deref()) {
+        Ok(router) => match announce(&router, config.ready_file.as_deref()) {
             Ok(()) => tokio::select! {
                 died = watch(&mut fleet) => Err(died),
                 () = shutdown.requested() => Ok(()),
@@ -116,8 +118,11 @@ pub(crate) async fn run(config: UpConfig, shutdown: Shutdown) -> Result<(), Omni
 }
 
 /// Router (with the registry), then the KV-transfer service, then both model stages side by side.
-async fn start(config: &UpConfig, fleet: &mut Vec<Child>) -> Result<String, OmniError> {
-    let router = [("--listen", config.listen.to_string())];
+async fn start(config: &UpConfig, fleet: &mut Vec<Child>) -> Result<Announcement, OmniError> {
+    let router = [
+        ("--listen", config.listen.to_string()),
+        ("--http-listen", config.http_listen.to_string()),
+    ];
     let router = launch(Role::Router, config.arguments(&router), fleet).await?;
     let registry = ("--registry", router.endpoint.clone());
     let transport = ("--transport", config.transport.to_owned());
@@ -144,7 +149,7 @@ async fn start(config: &UpConfig, fleet: &mut Vec<Child>) -> Result<String, Omni
     healthy(&ar, fleet).await?;
     healthy(&dit, fleet).await?;
     healthy(&router, fleet).await?;
-    Ok(router.endpoint)
+    Ok(router)
 }
 
 async fn launch(
@@ -156,7 +161,10 @@ async fn launch(
     let announced = child.announcement().await;
     fleet.push(child);
     let announced = announced?;
-    tracing::info!(role = role.name(), endpoint = %announced.endpoint, "started");
+    let Announcement {
+        endpoint, admin, ..
+    } = &announced;
+    tracing::info!(role = role.name(), %endpoint, %admin, "started");
     Ok(announced)
 }
 
@@ -206,14 +214,19 @@ async fn watch(fleet: &mut Vec<Child>) -> OmniError {
     }
 }
 
-fn announce(endpoint: &str, ready_file: Option<&Path>) -> Result<(), OmniError> {
+fn announce(router: &Announcement, ready_file: Option<&Path>) -> Result<(), OmniError> {
+    let endpoint = &router.endpoint;
     if let Some(path) = ready_file {
         let failed = |source| OmniError::io(format!("write {}", path.display()), source);
         let draft = path.with_extension("tmp");
         std::fs::write(&draft, format!("{endpoint}\n")).map_err(failed)?;
         std::fs::rename(&draft, path).map_err(failed)?;
     }
-    writeln!(std::io::stdout(), "ready {endpoint}")
+    // The base URL of OpenAI clients; the line that says that all is well comes last.
+    let http = router.http.iter().map(|http| format!("openai {http}/v1\n"));
+    let lines: String = http.chain([format!("ready {endpoint}\n")]).collect();
+    std::io::stdout()
+        .write_all(lines.as_bytes())
         .map_err(|error| OmniError::io("write to standard output", error))
 }
 
