@@ -1,9 +1,11 @@
-//! What the integration tests share: finding the real binaries and the golden fixtures, reading drawings, and
-//! drawing with the demo model.
+//! What the integration tests share: finding the real binaries and the golden fixtures, running them as a system and
+//! talking to it, reading drawings, and drawing with the demo model.
 #![forbid(unsafe_code)]
 
+pub mod cluster;
 pub mod demo;
 pub mod scene;
+pub mod web;
 
 use std::{
     env, io,

@@ -3,8 +3,12 @@
 
 mod bad_input;
 mod commands;
-mod harness;
 mod images;
 mod lifecycle;
 mod pool;
 mod reference;
+
+/// The running system that these tests talk to.
+mod harness {
+    pub(crate) use integration_tests::cluster::*;
+}

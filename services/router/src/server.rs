@@ -180,18 +180,10 @@ impl Bound {
             };
             task::spawn(admin.serve(listener, stop.clone().cancelled_owned()))
         });
-        let http = self.http_listener.map(|listener| {
-            let bounds = self.config.http_bounds;
-            let routes = front::http_routes(context.clone(), &bounds);
-            let stop = stop.clone();
-            task::spawn(front::serve_http(
-                listener,
-                routes,
-                bounds,
-                stop,
-                CLOSE_GRACE,
-            ))
-        });
+        let bounds = self.config.http_bounds;
+        let http = self
+            .http_listener
+            .map(|listener| serve_http(listener, &context, bounds, stop.clone()));
         let mut server = task::spawn(proto::server::serve(
             self.listener,
             routes,
@@ -224,10 +216,8 @@ impl Bound {
         }
         stop.cancel();
         let closed = tokio::time::timeout(CLOSE_GRACE, server).await;
-        if let Some(http) = http {
-            // It bounds itself.
-            let _ = http.await;
-        }
+        // It bounds itself.
+        let _ = futures_util::future::OptionFuture::from(http).await;
         drop(probes);
         match closed {
             Ok(ended) => flat(ended),
@@ -252,6 +242,23 @@ impl Bound {
             kill: CancellationToken::new(),
         })
     }
+}
+
+/// The HTTP API as a task.
+fn serve_http(
+    listener: TcpListener,
+    context: &Arc<Context>,
+    bounds: HttpBounds,
+    stop: CancellationToken,
+) -> task::Owned<()> {
+    let routes = front::http_routes(context.clone(), &bounds);
+    task::spawn(front::serve_http(
+        listener,
+        routes,
+        bounds,
+        stop,
+        CLOSE_GRACE,
+    ))
 }
 
 async fn routes(

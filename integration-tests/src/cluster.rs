@@ -1,4 +1,7 @@
-//! Starts and stops `omni up` on the fixture model, and talks to it.
+//! Starts and stops `omni up` on the fixture model, and talks to it. For tests alone: what goes wrong
+//! here ends the test.
+#![allow(clippy::unwrap_used)]
+
 use std::{
     future::Future,
     io::{BufRead as _, BufReader},
@@ -23,12 +26,12 @@ const STOP: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_millis(20);
 
 /// The checkpoint that every test serves.
-pub(crate) fn model_dir() -> PathBuf {
+pub fn model_dir() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/golden/model")
 }
 
 /// The server binary of the workspace, built on first use; `OMNI_BIN` names another one.
-pub(crate) fn omni() -> &'static Path {
+pub fn omni() -> &'static Path {
     static BINARY: LazyLock<PathBuf> = LazyLock::new(|| {
         if let Some(path) = std::env::var_os("OMNI_BIN") {
             return path.into();
@@ -52,7 +55,7 @@ pub(crate) fn omni() -> &'static Path {
 }
 
 /// `omni` with its environment cut off from the caller's settings.
-pub(crate) fn command(arguments: &[&str]) -> Command {
+pub fn command(arguments: &[&str]) -> Command {
     let mut command = Command::new(omni());
     command.args(arguments).stdin(Stdio::null());
     for (name, _) in std::env::vars_os() {
@@ -64,7 +67,7 @@ pub(crate) fn command(arguments: &[&str]) -> Command {
 }
 
 /// Runs a command that ends by itself.
-pub(crate) fn output(arguments: &[&str]) -> Output {
+pub fn output(arguments: &[&str]) -> Output {
     let mut child = command(arguments)
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -79,6 +82,26 @@ pub(crate) fn output(arguments: &[&str]) -> Output {
     }
 }
 
+/// Collects the lines of a pipe while it is open.
+fn lines_of<R: std::io::Read + Send + 'static>(from: Option<R>) -> Arc<Mutex<Vec<String>>> {
+    let lines = Arc::new(Mutex::new(Vec::new()));
+    let sink = Arc::clone(&lines);
+    let from = BufReader::new(from.unwrap());
+    std::thread::spawn(move || {
+        for line in from.lines().map_while(Result::ok) {
+            sink.lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .push(line);
+        }
+    });
+    lines
+}
+
+fn joined(lines: &Mutex<Vec<String>>) -> String {
+    let lines = lines.lock().unwrap_or_else(PoisonError::into_inner);
+    lines.join("\n")
+}
+
 fn drain<R: std::io::Read + Send + 'static>(from: Option<R>) -> std::thread::JoinHandle<Vec<u8>> {
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
@@ -89,18 +112,19 @@ fn drain<R: std::io::Read + Send + 'static>(from: Option<R>) -> std::thread::Joi
 
 /// A running system.
 #[derive(Debug)]
-pub(crate) struct Up {
+pub struct Up {
     process: Child,
     /// The system ends when this closes: it never outlives the test.
     _stdin: ChildStdin,
     log: Arc<Mutex<Vec<String>>>,
     endpoint: String,
+    http: String,
     _dir: tempfile::TempDir,
 }
 
 impl Up {
     /// Starts all roles and waits until they serve.
-    pub(crate) fn start(transport: &str) -> Self {
+    pub fn start(transport: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let ready = dir.path().join("ready");
         let mut process = command(&["up", "--exit-with-parent", "--log-format", "text"])
@@ -110,31 +134,23 @@ impl Up {
             .arg("--ready-file")
             .arg(&ready)
             .stdin(Stdio::piped())
-            .stdout(Stdio::null())
+            .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        let log = Arc::new(Mutex::new(Vec::new()));
-        let (lines, sink) = (
-            BufReader::new(process.stderr.take().unwrap()),
-            Arc::clone(&log),
-        );
-        std::thread::spawn(move || {
-            for line in lines.lines().map_while(Result::ok) {
-                sink.lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .push(line);
-            }
-        });
+        let log = lines_of(process.stderr.take());
+        let said = lines_of(process.stdout.take());
         let mut up = Self {
             _stdin: process.stdin.take().unwrap(),
             process,
             log,
             endpoint: String::new(),
+            http: String::new(),
             _dir: dir,
         };
         let start = base::clock::now();
-        while !ready.exists() {
+        // What it says last is said after the ready file is there.
+        while !joined(&said).contains("ready ") {
             assert!(
                 up.process.try_wait().unwrap().is_none(),
                 "up ended:\n{}",
@@ -148,41 +164,58 @@ impl Up {
             std::thread::sleep(POLL);
         }
         up.endpoint = std::fs::read_to_string(&ready).unwrap().trim().to_owned();
+        let said = joined(&said);
+        let openai = said.lines().find_map(|line| line.strip_prefix("openai "));
+        let base = openai.and_then(|url| url.strip_suffix("/v1"));
+        up.http = base.expect("up says where its HTTP API is").to_owned();
         up
     }
 
     /// A system over shared memory that tests share which leave it as they found it.
-    pub(crate) fn shared() -> &'static Self {
+    pub fn shared() -> &'static Self {
         static SHARED: OnceLock<Up> = OnceLock::new();
         SHARED.get_or_init(|| Self::start("shm"))
     }
 
     /// What the processes have logged.
-    pub(crate) fn log(&self) -> String {
-        self.log
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .join("\n")
+    pub fn log(&self) -> String {
+        joined(&self.log)
     }
 
-    pub(crate) fn channel(&self) -> Channel {
+    /// Where the HTTP API answers, "http://HOST:PORT".
+    pub fn http(&self) -> &str {
+        &self.http
+    }
+
+    /// Where a role's probes and metrics answer, "http://HOST:PORT".
+    pub fn admin(&self, role: &str) -> String {
+        let log = self.log();
+        let name = format!("role=\"{role}\"");
+        let mut lines = log.lines().filter(|line| line.contains(&name));
+        let admin = lines.find_map(|line| line.split("admin=").nth(1));
+        admin.expect("up logs what it starts").trim().to_owned()
+    }
+
+    /// A connection to the router.
+    pub fn channel(&self) -> Channel {
         proto::channel::lazy(&self.endpoint).unwrap()
     }
 
-    pub(crate) fn client(&self) -> ImageServiceClient<Channel> {
+    /// A client of the gRPC API.
+    pub fn client(&self) -> ImageServiceClient<Channel> {
         ImageServiceClient::new(self.channel())
             .max_decoding_message_size(base::limits::MAX_RESPONSE_BYTES)
     }
 
     /// The members that the registry knows.
-    pub(crate) async fn members(&self) -> Vec<v1::Member> {
+    pub async fn members(&self) -> Vec<v1::Member> {
         let mut admin = v1::admin_service_client::AdminServiceClient::new(self.channel());
         let ask = admin.list_members(v1::ListMembersRequest {});
         bounded(ask).await.unwrap().into_inner().members
     }
 
     /// Process ids of this process's children, by role.
-    pub(crate) fn children(&self) -> Vec<(String, Pid)> {
+    pub fn children(&self) -> Vec<(String, Pid)> {
         let own = self.process.id();
         let path = format!("/proc/{own}/task");
         let tasks = std::fs::read_dir(path).unwrap();
@@ -205,19 +238,19 @@ impl Up {
     }
 
     /// Kills one role.
-    pub(crate) fn kill(&self, role: &str) {
+    pub fn kill(&self, role: &str) {
         let children = self.children();
         let (_, pid) = children.iter().find(|(name, _)| name == role).unwrap();
         kill_process(*pid, Signal::KILL).unwrap();
     }
 
     /// Asks for a clean stop.
-    pub(crate) fn terminate(&self) {
+    pub fn terminate(&self) {
         kill_process(Pid::from_child(&self.process), Signal::TERM).unwrap();
     }
 
     /// Waits for the end.
-    pub(crate) fn wait(&mut self) -> ExitStatus {
+    pub fn wait(&mut self) -> ExitStatus {
         let ended = wait(&mut self.process, STOP);
         ended.unwrap_or_else(|| panic!("up does not stop:\n{}", self.log()))
     }
@@ -232,7 +265,7 @@ impl Drop for Up {
 }
 
 /// The process exists (and is not merely waiting to be reaped).
-pub(crate) fn is_alive(pid: Pid) -> bool {
+pub fn is_alive(pid: Pid) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
     let zombie = |stat: String| {
         stat.rsplit(')')
@@ -243,7 +276,7 @@ pub(crate) fn is_alive(pid: Pid) -> bool {
 }
 
 /// Waits for the end of a process, `limit` at most.
-pub(crate) fn wait(process: &mut Child, limit: Duration) -> Option<ExitStatus> {
+pub fn wait(process: &mut Child, limit: Duration) -> Option<ExitStatus> {
     let start = base::clock::now();
     loop {
         if let Some(status) = process.try_wait().unwrap() {
@@ -259,14 +292,14 @@ pub(crate) fn wait(process: &mut Child, limit: Duration) -> Option<ExitStatus> {
 }
 
 /// Runs a wait that must end.
-pub(crate) async fn bounded<F: Future>(future: F) -> F::Output {
+pub async fn bounded<F: Future>(future: F) -> F::Output {
     tokio::time::timeout(REQUEST, future)
         .await
         .expect("the call neither succeeds nor fails")
 }
 
 /// A small request that succeeds.
-pub(crate) fn request(prompt: &str) -> GenerateRequest {
+pub fn request(prompt: &str) -> GenerateRequest {
     GenerateRequest {
         prompt: prompt.to_owned(),
         size: "256x256".to_owned(),
@@ -279,15 +312,19 @@ pub(crate) fn request(prompt: &str) -> GenerateRequest {
 
 /// Everything one request answered.
 #[derive(Debug)]
-pub(crate) struct Answer {
-    pub(crate) accepted: v1::Accepted,
-    pub(crate) steps: Vec<u32>,
-    pub(crate) image: v1::Image,
-    pub(crate) timings: v1::Timings,
+pub struct Answer {
+    /// What was run.
+    pub accepted: v1::Accepted,
+    /// The steps that were told, in order.
+    pub steps: Vec<u32>,
+    /// The image, of several the last.
+    pub image: v1::Image,
+    /// What it took.
+    pub timings: v1::Timings,
 }
 
 /// Runs a request to its end.
-pub(crate) async fn generate(up: &Up, request: GenerateRequest) -> Result<Answer, tonic::Status> {
+pub async fn generate(up: &Up, request: GenerateRequest) -> Result<Answer, tonic::Status> {
     let mut stream = bounded(up.client().generate(request)).await?.into_inner();
     let mut events = Vec::new();
     while let Some(response) = bounded(stream.message()).await? {
@@ -325,7 +362,7 @@ fn collect(events: Vec<Event>) -> Answer {
 }
 
 /// The error of a request that must fail.
-pub(crate) async fn refused(up: &Up, request: GenerateRequest) -> base::Failure {
+pub async fn refused(up: &Up, request: GenerateRequest) -> base::Failure {
     match generate(up, request.clone()).await {
         Ok(answer) => panic!("{request:?} was answered: {:?}", answer.accepted),
         Err(status) => proto::status::failure(&status),
@@ -333,7 +370,7 @@ pub(crate) async fn refused(up: &Up, request: GenerateRequest) -> base::Failure 
 }
 
 /// Reads a stream up to its first denoising step.
-pub(crate) async fn first_step(stream: &mut tonic::Streaming<GenerateResponse>) -> String {
+pub async fn first_step(stream: &mut tonic::Streaming<GenerateResponse>) -> String {
     let mut request_id = String::new();
     loop {
         let response = bounded(stream.message())
