@@ -1,9 +1,9 @@
 //! Several nodes: a dead one or one that hangs costs a moment, not the lease.
-use std::{net::TcpListener, sync::Arc};
+use std::{net::TcpListener, sync::Arc, time::Duration};
 
 use super::{SHORT, config, options, server::EtcdServer};
 use crate::{
-    Etcd, EtcdConfig, Membership, Registry as _, Snapshots,
+    Etcd, EtcdConfig, JoinOptions, MemberState, Membership, Registry as _, Role, Snapshots,
     conformance::{SOON, TTL, member, picture},
 };
 
@@ -53,4 +53,41 @@ async fn the_second_node_takes_over_when_the_first_dies() {
     first.kill();
     etcd.register(member("b"), TTL).await.unwrap();
     assert_eq!(picture(&other).await.members.len(), 1);
+}
+
+#[tokio::test]
+async fn a_cluster_of_three_loses_any_node_and_no_member() {
+    let mut nodes = EtcdServer::start_cluster(3);
+    let mut all = config(&nodes[0]);
+    all.endpoints = nodes.iter().map(EtcdServer::endpoint).collect();
+    let open = || Arc::new(Etcd::new(all.clone()).unwrap());
+    // Long enough for an election on a busy machine.
+    let options = JoinOptions {
+        ttl: Duration::from_secs(6),
+        ..options()
+    };
+    let joined = Membership::join(open(), member("a"), options)
+        .await
+        .unwrap();
+    let snapshots = Snapshots::follow(open());
+    for turn in 0..nodes.len() {
+        nodes[turn].kill();
+        let state = [MemberState::Ready, MemberState::Draining][turn % 2];
+        joined.set_state(state);
+        let seen = snapshots.wait(SOON, |now| {
+            now.members.get("a").map(crate::Member::state) == Some(state)
+        });
+        assert!(
+            seen.await.is_some(),
+            "a change after the loss of node {turn}"
+        );
+        nodes[turn].restart();
+    }
+    let now = snapshots.current();
+    assert_eq!(now.ready(Role::DitWorker).count(), 1);
+    assert_eq!(
+        now.members["a"].epoch,
+        joined.epoch(),
+        "it never lost its lease"
+    );
 }

@@ -1,4 +1,4 @@
-//! A real etcd of one node, started by a test and ended with it.
+//! A real etcd of one node or more, started by a test and ended with it.
 use std::{
     net::{TcpListener, TcpStream},
     path::PathBuf,
@@ -21,6 +21,9 @@ pub(crate) struct EtcdServer {
     peer_port: u16,
     flags: Vec<String>,
     scheme: &'static str,
+    name: String,
+    /// Every node of its cluster, `name=peer URL`.
+    nodes: String,
 }
 
 impl EtcdServer {
@@ -32,19 +35,47 @@ impl EtcdServer {
     /// Starts an empty etcd with further flags.
     pub(crate) fn start_with(scheme: &'static str, flags: Vec<String>) -> Self {
         for _ in 0..TRIES {
-            let mut server = Self {
-                process: None,
-                dir: tempfile::tempdir().unwrap(),
-                port: free_port(),
-                peer_port: free_port(),
-                flags: flags.clone(),
-                scheme,
-            };
+            let mut server = Self::node("n0".to_owned(), scheme, flags.clone());
+            server.nodes = server.as_node();
             if server.run() {
                 return server;
             }
         }
         panic!("etcd does not start");
+    }
+
+    /// Starts one cluster of several nodes.
+    pub(crate) fn start_cluster(size: usize) -> Vec<Self> {
+        for _ in 0..TRIES {
+            let node = |index| Self::node(format!("n{index}"), "http", Vec::new());
+            let mut servers: Vec<_> = (0..size).map(node).collect();
+            let nodes: Vec<_> = servers.iter().map(Self::as_node).collect();
+            for server in &mut servers {
+                server.nodes = nodes.join(",");
+                server.spawn();
+            }
+            if servers.iter_mut().all(Self::listens) {
+                return servers;
+            }
+        }
+        panic!("no cluster of etcd starts");
+    }
+
+    fn node(name: String, scheme: &'static str, flags: Vec<String>) -> Self {
+        Self {
+            process: None,
+            dir: tempfile::tempdir().unwrap(),
+            port: free_port(),
+            peer_port: free_port(),
+            flags,
+            scheme,
+            name,
+            nodes: String::new(),
+        }
+    }
+
+    fn as_node(&self) -> String {
+        format!("{}=http://127.0.0.1:{}", self.name, self.peer_port)
     }
 
     /// `HOST:PORT`; the host is in every certificate that the tests make.
@@ -77,6 +108,11 @@ impl EtcdServer {
     }
 
     fn run(&mut self) -> bool {
+        self.spawn();
+        self.listens()
+    }
+
+    fn spawn(&mut self) {
         let client = format!("{}://127.0.0.1:{}", self.scheme, self.port);
         let peer = format!("http://127.0.0.1:{}", self.peer_port);
         let data: PathBuf = self.dir.path().join("data");
@@ -87,7 +123,7 @@ impl EtcdServer {
             .args(["--advertise-client-urls", &client])
             .args(["--listen-peer-urls", &peer])
             .args(["--initial-advertise-peer-urls", &peer])
-            .args(["--initial-cluster", &format!("default={peer}")])
+            .args(["--name", &self.name, "--initial-cluster", &self.nodes])
             .args(["--log-level", "error", "--unsafe-no-fsync"])
             .args(&self.flags)
             .stdin(Stdio::null())
@@ -97,7 +133,13 @@ impl EtcdServer {
             .expect(
                 "etcd must be installed (Debian package etcd-server): these tests are not skipped",
             );
-        let process = self.process.insert(process);
+        self.process = Some(process);
+    }
+
+    fn listens(&mut self) -> bool {
+        let Some(process) = &mut self.process else {
+            return false;
+        };
         let start = base::clock::now();
         while start.elapsed() < START {
             if process.try_wait().unwrap().is_some() {
