@@ -46,6 +46,10 @@ step "binaries" cargo build --locked --workspace --bins
 OMNI_BIN_DIR="$(target_directory)/debug"
 OMNI_BIN="$OMNI_BIN_DIR/omni"
 export OMNI_BIN_DIR OMNI_BIN
+# They drive the HTTP API with the official client of the OpenAI API as well.
+openai_client="$(target_directory)/openai-client"
+step "openai client" bash integration-tests/openai/install.sh "$openai_client"
+export OMNI_OPENAI_PYTHON="$openai_client/bin/python"
 step "tests" cargo test --locked --workspace --no-fail-fast
 step "chart" bash deploy/chart-test/run.sh
 
