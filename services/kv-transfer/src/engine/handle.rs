@@ -199,7 +199,7 @@ impl Engine {
         deadline: Deadline,
     ) -> Result<(Payload, Landed), TransferError> {
         let target = remote.open(payload.len())?;
-        if payload.len() == 0
+        if payload.is_empty()
             || ranges
                 .iter()
                 .any(|r| r.start >= r.end || r.end > payload.len())

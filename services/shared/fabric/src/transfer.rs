@@ -19,7 +19,14 @@ pub enum Payload {
 }
 
 impl Payload {
+    /// True when there is nothing to move.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
     /// Bytes in the payload.
+    #[must_use]
     pub fn len(&self) -> usize {
         match self {
             Self::Source(bytes) => bytes.len(),

@@ -76,6 +76,22 @@ impl ExpertLoads {
         &self.counts
     }
 
+    /// Takes these counts in place of what was recorded.
+    ///
+    /// # Errors
+    /// [`ParallelError::Mismatch`] when there is not one count an expert.
+    pub fn set(&mut self, counts: &[u64]) -> Result<(), ParallelError> {
+        if counts.len() != self.counts.len() {
+            return Err(ParallelError::Mismatch {
+                field: "counts of experts",
+                expected: self.counts.len(),
+                got: counts.len(),
+            });
+        }
+        self.counts.copy_from_slice(counts);
+        Ok(())
+    }
+
     /// Forgets everything, for the next interval.
     pub fn reset(&mut self) {
         self.counts.fill(0);

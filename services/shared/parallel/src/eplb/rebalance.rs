@@ -96,6 +96,30 @@ impl Rebalancer {
         loads.ok_or(missing)?.record(chosen)
     }
 
+    /// Takes the counts of a layer over all ranks in place of what was recorded here.
+    ///
+    /// # Errors
+    /// [`ParallelError::OutOfRange`] naming the layer, [`ParallelError::Mismatch`] when there is not one
+    /// count an expert.
+    pub fn set_counts(&mut self, layer: usize, counts: &[u64]) -> Result<(), ParallelError> {
+        let last = self.loads.len().saturating_sub(1);
+        let Some(loads) = self.loads.get_mut(layer) else {
+            return Err(ParallelError::OutOfRange {
+                field: "layer",
+                min: 0,
+                max: last,
+                got: layer,
+            });
+        };
+        loads.set(counts)
+    }
+
+    /// True when the running step is the last of its interval, so that the counts of all ranks are due.
+    #[must_use]
+    pub fn is_due(&self) -> bool {
+        self.config.enabled && self.steps + 1 >= self.config.interval_steps
+    }
+
     /// Ends a step. At the end of an interval, the layers whose placement gets better change, and
     /// what must be copied before the next step comes back; the counters start again.
     ///

@@ -3,8 +3,10 @@
 use super::pass::PassRow;
 use super::{Predictor, Routes};
 use crate::eplb::Placement;
-use crate::wire::all_to_all_v;
-use crate::{Axis, ExpertDispatch, ModelShape, Moved, ParallelError, near_even_range};
+use crate::wire::{ELEMENT_BYTES, all_to_all_v};
+use crate::{
+    Axis, ExpertDispatch, ModelShape, Moved, ParallelError, SequenceShards, near_even_range,
+};
 
 /// The tokens that the ranks of one expert group dispatch in one pass.
 #[derive(Debug)]
@@ -19,11 +21,10 @@ pub(super) struct Dispatch<'a> {
 
 /// Tokens that one rank dispatches.
 #[derive(Debug)]
-enum Tokens {
-    /// Row number and token, in the order the rank packs them.
-    Named(Vec<(usize, usize)>),
-    /// How many.
-    Counted(usize),
+struct Tokens {
+    count: usize,
+    /// Row number and token, in the order the rank packs them; empty where only the count matters.
+    named: Vec<(usize, usize)>,
 }
 
 impl<'a> Dispatch<'a> {
@@ -34,11 +35,14 @@ impl<'a> Dispatch<'a> {
         rank: usize,
         packs: &[Vec<PassRow>],
     ) -> Result<Self, ParallelError> {
-        let ranks = plan.group(rank, plan.plan.ep)?;
-        let mut senders = Vec::with_capacity(ranks.len());
-        for &member in &ranks {
-            if ranks.len() > 1 {
-                senders.push(tokens(plan, routes, member, packs)?);
+        let mut senders = Vec::new();
+        if plan.mesh.size_of(plan.plan.ep) > 1 {
+            let dealt: Vec<_> = packs
+                .iter()
+                .map(|p| plan.deal(p))
+                .collect::<Result<_, _>>()?;
+            for member in plan.group(rank, plan.plan.ep)? {
+                senders.push(tokens(plan, routes, member, (packs, &dealt))?);
             }
         }
         Ok(Self {
@@ -54,16 +58,13 @@ impl<'a> Dispatch<'a> {
         if self.senders.is_empty() {
             return Ok(Vec::new());
         }
+        let top_k = self.routes.top_k()[layer];
+        let Routes::Known { experts, .. } = self.routes else {
+            return Ok(self.expected(layer, top_k).to_vec());
+        };
         let (mut out, mut back) = (Vec::new(), Vec::new());
-        for tokens in &self.senders {
-            let top_k = self.routes.top_k()[layer];
-            let (sent, answered) = match (tokens, self.routes) {
-                (Tokens::Named(tokens), Routes::Known { experts, .. }) => {
-                    self.known(layer, tokens, &experts[layer], top_k)?
-                }
-                (Tokens::Named(tokens), _) => self.expected(layer, tokens.len(), top_k),
-                (Tokens::Counted(tokens), _) => self.expected(layer, *tokens, top_k),
-            };
+        for sender in &self.senders {
+            let (sent, answered) = self.known(layer, sender, &experts[layer], top_k)?;
             out.push(sent);
             back.push(answered);
         }
@@ -72,22 +73,20 @@ impl<'a> Dispatch<'a> {
         let back: Vec<Vec<usize>> = (0..ranks)
             .map(|d| (0..ranks).map(|s| back[s][d]).collect())
             .collect();
-        Ok([out, back]
-            .iter()
-            .map(|counts| all_to_all_v(counts, self.index))
-            .collect())
+        let moved = |counts: &Vec<Vec<usize>>| all_to_all_v(counts, self.index);
+        Ok(vec![moved(&out), moved(&back)])
     }
 
     /// Elements to and from each rank for known choices.
     fn known(
         &self,
         layer: usize,
-        tokens: &[(usize, usize)],
+        sender: &Tokens,
         rows: &[Vec<u32>],
         top_k: usize,
     ) -> Result<(Vec<usize>, Vec<usize>), ParallelError> {
-        let mut choices = Vec::with_capacity(tokens.len() * top_k);
-        for &(row, token) in tokens {
+        let mut choices = Vec::with_capacity(sender.count * top_k);
+        for &(row, token) in &sender.named {
             let found = rows
                 .get(row)
                 .and_then(|row| row.get(token * top_k..(token + 1) * top_k));
@@ -103,21 +102,37 @@ impl<'a> Dispatch<'a> {
         Ok((dispatch.sent_elements(), dispatch.answered_elements()))
     }
 
-    /// Expected elements to and from each rank, rounded up.
-    fn expected(&self, layer: usize, tokens: usize, top_k: usize) -> (Vec<usize>, Vec<usize>) {
+    /// Expected bytes on the way out and on the way back, rounded up for each pair of ranks.
+    fn expected(&self, layer: usize, top_k: usize) -> [Moved; 2] {
         let (ranks, experts) = (self.senders.len(), self.shape.layers[layer].experts);
         let elsewhere = experts - experts / ranks;
         // A token misses a rank when all its choices, without repetition, fall elsewhere.
         let missed: f64 = (0..top_k)
             .map(|i| elsewhere.saturating_sub(i) as f64 / (experts - i) as f64)
             .product();
-        let reached = (tokens as f64 * (1.0 - missed)).ceil() as usize;
-        let choices = (tokens * top_k).div_ceil(ranks);
         let hidden = self.shape.hidden;
-        (
-            vec![2 + 2 * choices + reached * hidden; ranks],
-            vec![choices * hidden; ranks],
-        )
+        let choices = |tokens: usize| (tokens * top_k).div_ceil(ranks);
+        let reached = |tokens: usize| (tokens as f64 * (1.0 - missed)).ceil() as usize;
+        let out = |tokens| 2 + 2 * choices(tokens) + reached(tokens) * hidden;
+        let back = |tokens| choices(tokens) * hidden;
+        let to_all = |each: &dyn Fn(usize) -> usize| {
+            (ranks - 1) as u64 * each(self.senders[self.index].count) as u64 * ELEMENT_BYTES
+        };
+        let from_all = |each: &dyn Fn(usize) -> usize| {
+            let others = (0..ranks).filter(|&rank| rank != self.index);
+            let elements = others.map(|rank| each(self.senders[rank].count) as u64);
+            elements.sum::<u64>() * ELEMENT_BYTES
+        };
+        [
+            Moved {
+                sent: to_all(&out),
+                received: from_all(&out),
+            },
+            Moved {
+                sent: from_all(&back),
+                received: to_all(&back),
+            },
+        ]
     }
 }
 
@@ -126,13 +141,12 @@ fn tokens(
     plan: &Predictor<'_>,
     routes: &Routes<'_>,
     rank: usize,
-    packs: &[Vec<PassRow>],
+    (packs, dealt): (&[Vec<PassRow>], &[Vec<SequenceShards>]),
 ) -> Result<Tokens, ParallelError> {
     let at = plan.mesh.coordinates(rank)?;
     let index = |axis: Axis| at[axis as usize];
     let (ring, ulysses) = (index(Axis::Ring), index(Axis::Ulysses));
-    let rows = &packs[index(Axis::Cfg)];
-    let shards = plan.deal(rows)?;
+    let (rows, shards) = (&packs[index(Axis::Cfg)], &dealt[index(Axis::Cfg)]);
     let all = shards.iter().map(|s| s.own_tokens(ring, ulysses)).sum();
     let share = if plan.plan.ep.contains(Axis::Tp) {
         // Tensor ranks have the same tokens, so each dispatches only its share of them.
@@ -140,14 +154,15 @@ fn tokens(
     } else {
         0..all
     };
-    if matches!(routes, Routes::Uniform { .. }) {
-        return Ok(Tokens::Counted(share.len()));
-    }
-    let mut own = Vec::with_capacity(all);
-    for (row, shards) in rows.iter().zip(&shards) {
-        for range in shards.own_ranges(ring, ulysses) {
-            own.extend(range.map(|token| (row.number, token)));
+    let count = share.len();
+    let mut named = Vec::new();
+    if matches!(routes, Routes::Known { .. }) {
+        for (row, shards) in rows.iter().zip(shards) {
+            for range in shards.own_ranges(ring, ulysses) {
+                named.extend(range.map(|token| (row.number, token)));
+            }
         }
+        named = named[share].to_vec();
     }
-    Ok(Tokens::Named(own[share].to_vec()))
+    Ok(Tokens { count, named })
 }

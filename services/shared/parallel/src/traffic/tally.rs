@@ -66,10 +66,10 @@ impl Tally {
         rank: usize,
         elements: usize,
     ) -> Result<(), ParallelError> {
-        let place = self.mesh.group(rank, axes)?;
-        let size = place.ranks.len();
+        let size = self.mesh.size_of(axes);
         if size > 1 {
-            self.add_moved(axes, op, moved(op, size, place.index, elements));
+            let index = self.mesh.index_in(rank, axes)?;
+            self.add_moved(axes, op, moved(op, size, index, elements));
         }
         Ok(())
     }
@@ -83,6 +83,20 @@ impl Tally {
             sum.sent += bytes.sent;
             sum.received += bytes.received;
             group.operations[op.kind()] += 1;
+        }
+    }
+
+    /// Counts all of `other` once more.
+    pub(super) fn add_all(&mut self, other: &Self) {
+        for (sum, more) in self.groups.iter_mut().zip(&other.groups) {
+            let kinds = sum.traffic.by_kind.iter_mut().zip(more.traffic.by_kind);
+            for (sum, more) in kinds {
+                sum.sent += more.sent;
+                sum.received += more.received;
+            }
+            for (sum, more) in sum.operations.iter_mut().zip(more.operations) {
+                *sum += more;
+            }
         }
     }
 }

@@ -15,9 +15,11 @@ pub const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long after its connection broke a rank's last words are waited for.
 pub const LAST_WORDS: Duration = Duration::from_millis(50);
 /// How long a rank that leaves finishes what it has begun with the others.
-pub const LINGER: Duration = Duration::from_secs(2);
-/// How long a rank that leaves waits for the others to have read its goodbye, or its failure.
-pub const FAREWELL: Duration = Duration::from_millis(500);
+pub const LINGER: Duration = Duration::from_secs(5);
+/// How long a rank that leaves waits for the others to have read its goodbye.
+pub const FAREWELL: Duration = Duration::from_secs(2);
+/// How long a rank's last words may take to leave its process.
+pub const FLUSH: Duration = Duration::from_millis(500);
 /// How long UCX may take to let go of memory once every connection is cut.
 pub const CLOSE: Duration = Duration::from_secs(1);
 /// Idle turns before the thread sleeps on its descriptors.

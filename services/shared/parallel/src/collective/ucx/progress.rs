@@ -117,9 +117,7 @@ fn close(mut state: State<'_>, shared: &Shared, queue: &Receiver<Command>, now: 
         });
     }
     state.control.flush();
-    until(&mut state, limits::FAREWELL, &|s| {
-        s.control.outstanding() == 0
-    });
+    until(&mut state, limits::FLUSH, &|s| s.control.outstanding() == 0);
     state.fail_quietly();
     state.data.cut_all();
     state.control.cut_all();

@@ -2,6 +2,8 @@
 //!
 //! Pure: events go in, effects come out. Ranks are indices within the group here.
 
+mod slot;
+
 use std::{
     collections::{BTreeMap, VecDeque},
     ops::Range,
@@ -14,6 +16,7 @@ use super::{
     message::{Cause, Header, Kind},
 };
 use crate::{AxisSet, Op, ParallelError, ownership::chunk};
+use slot::Slot;
 
 /// A piece of a result.
 #[derive(Debug)]
@@ -77,15 +80,6 @@ struct Heard {
     body: Option<Vec<f32>>,
 }
 
-#[derive(Debug)]
-struct Slot {
-    mine: Option<Mine>,
-    heard: Vec<Option<Heard>>,
-    /// This rank's part of a sum, once it is formed.
-    own_sum: Option<Arc<Vec<f32>>>,
-    sums: Vec<Option<Vec<f32>>>,
-}
-
 /// Buffers of `send` from one rank.
 #[derive(Debug, Default)]
 struct Lane {
@@ -139,9 +133,29 @@ impl GroupState {
         self.ranks.binary_search(&rank).ok()
     }
 
-    /// True while this rank owes the others something, or waits for them.
-    pub(super) fn at_work(&self) -> bool {
-        self.slots.values().any(|slot| slot.mine.is_some())
+    /// True while this rank owes the others something, or waits for them; not for what can no longer
+    /// happen, because a rank has left. `gone` as in [`Self::bereft`].
+    pub(super) fn at_work(&self, gone: impl Fn(usize) -> bool) -> bool {
+        self.slots.iter().any(|(&number, slot)| {
+            let op = slot.mine.as_ref().map(|mine| mine.op);
+            op.is_some_and(|op| self.stuck(number, slot, op, &gone).is_none())
+        })
+    }
+
+    /// A rank which has left and without which an operation cannot be completed.
+    fn stuck(
+        &self,
+        number: u64,
+        slot: &Slot,
+        op: Op,
+        gone: &impl Fn(usize) -> bool,
+    ) -> Option<usize> {
+        let others = (0..self.size()).filter(|&index| index != self.index);
+        others.into_iter().find(|&index| {
+            let never = self.given[index].is_some_and(|g| number >= g.operations);
+            (never && slot.heard[index].is_none())
+                || (gone(self.ranks[index]) && slot.lacks(index, op))
+        })
     }
 
     fn header(&self, kind: Kind, op: Op, number: u64, elements: usize) -> Header {
@@ -499,13 +513,7 @@ impl GroupState {
             let Some(mine) = slot.mine.as_ref().filter(|m| m.waiter.reply.is_some()) else {
                 continue;
             };
-            let stopped = |&index: &usize| {
-                let never = self.given[index].is_some_and(|g| number >= g.operations);
-                (never && slot.heard[index].is_none())
-                    || (gone(self.ranks[index]) && slot.lacks(index, mine.op))
-            };
-            let others = (0..self.size()).filter(|&index| index != self.index);
-            if let Some(index) = others.into_iter().find(stopped) {
+            if let Some(index) = self.stuck(number, slot, mine.op, &gone) {
                 return left(mine.op, index);
             }
         }
@@ -519,119 +527,5 @@ impl GroupState {
             }
         }
         None
-    }
-}
-
-impl Slot {
-    /// The body of rank `index` is here, or has gone into the sum.
-    fn has_body(&self, index: usize) -> bool {
-        let here = |h: &Heard| h.body.is_some();
-        self.own_sum.is_some() || self.heard[index].as_ref().is_some_and(here)
-    }
-
-    /// Something of rank `index` has not come yet.
-    fn lacks(&self, index: usize, op: Op) -> bool {
-        !self.has_body(index) || (op == Op::AllReduce && self.sums[index].is_none())
-    }
-
-    /// The first rank that keeps the operation from completing.
-    fn missing(&self, own: usize) -> Option<usize> {
-        let op = self.mine.as_ref()?.op;
-        let others = || (0..self.heard.len()).filter(|&index| index != own);
-        let silent = others().find(|&index| self.heard[index].is_none());
-        silent.or_else(|| others().find(|&index| self.lacks(index, op)))
-    }
-
-    fn body(&mut self, from: usize) -> Vec<f32> {
-        let heard = self.heard[from].as_mut();
-        heard.and_then(|h| h.body.take()).unwrap_or_default()
-    }
-
-    /// This rank's part of the sum of all buffers, in rank order.
-    fn sum(&mut self, size: usize, index: usize) -> Vec<f32> {
-        let own = self.mine.as_ref().and_then(|mine| {
-            let data = mine.input.first()?;
-            Some((Arc::clone(data), chunk(data.len(), size, index)))
-        });
-        let own = own
-            .as_ref()
-            .map_or(&[][..], |(data, part)| &data[part.clone()]);
-        let mut sum = Vec::new();
-        for from in 0..size {
-            let body;
-            let part = if from == index {
-                own
-            } else {
-                body = self.body(from);
-                if from == 0 {
-                    sum = body;
-                    continue;
-                }
-                &body
-            };
-            if from == 0 {
-                sum = part.to_vec();
-                continue;
-            }
-            for (s, x) in sum.iter_mut().zip(part) {
-                *s += x;
-            }
-        }
-        sum
-    }
-
-    /// The pieces of a complete operation's result.
-    fn result(&mut self, size: usize, index: usize) -> Vec<Part> {
-        let Some(mine) = &self.mine else {
-            return Vec::new();
-        };
-        let (op, input) = (mine.op, mine.input.clone());
-        let whole = |data: &Arc<Vec<f32>>| Part::Own(Arc::clone(data), 0..data.len());
-        match op {
-            Op::AllReduce | Op::ReduceScatter => {
-                let own = self.own_sum.take().unwrap_or_default();
-                if op == Op::ReduceScatter {
-                    return vec![whole(&own)];
-                }
-                let sum = |from: usize| self.sums[from].take().unwrap_or_default();
-                let mut sum = sum;
-                (0..size)
-                    .map(|from| {
-                        if from == index {
-                            whole(&own)
-                        } else {
-                            Part::Got(sum(from))
-                        }
-                    })
-                    .collect()
-            }
-            Op::AllGather | Op::AllToAll | Op::AllToAllV => (0..size)
-                .map(|from| {
-                    if from != index {
-                        return Part::Got(self.body(from));
-                    }
-                    match op {
-                        Op::AllGather => whole(&input[0]),
-                        Op::AllToAllV => whole(&input[index]),
-                        _ => {
-                            let part = chunk(input[0].len(), size, index);
-                            Part::Own(Arc::clone(&input[0]), part)
-                        }
-                    }
-                })
-                .collect(),
-            Op::Broadcast { root: from } => vec![self.one(from, index, &input)],
-            Op::RingShift { hop } => vec![self.one((index + size - hop) % size, index, &input)],
-            Op::Barrier | Op::Send { .. } | Op::Recv { .. } => Vec::new(),
-        }
-    }
-
-    /// The buffer of one rank.
-    fn one(&mut self, from: usize, index: usize, input: &[Arc<Vec<f32>>]) -> Part {
-        if from == index {
-            Part::Own(Arc::clone(&input[0]), 0..input[0].len())
-        } else {
-            Part::Got(self.body(from))
-        }
     }
 }
