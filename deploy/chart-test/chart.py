@@ -18,12 +18,10 @@ SETS = sorted(path.stem for path in (HERE / "sets").glob("*.yaml"))
 # Sets that need more of the binary than it has today, and how the chart refuses them until it has it. They are rendered
 # with a copy of the chart whose files/binary.json has these entries added.
 AHEAD = {
-    "etcd": "registry.kind",
-    "gpu": "registry.kind",
-    "gpu-hosts": "registry.kind",
+    "gpu": "pools[0].gpus",
+    "gpu-hosts": "transfer.transport",
 }
 STAGE_SETTINGS = ["plan", "hosts", "host_index", "leader"]
-REGISTRY_SETTINGS = ["cluster", "registry_ca", "registry_cert", "registry_key", "registry_user", "registry_password_file"]
 TLS_SETTINGS = ["tls_cert", "tls_key", "tls_ca"]
 
 
@@ -57,7 +55,7 @@ def widen(chart):
         to.extend(value for value in values if value not in to)
 
     for role, settings in binary["settings"].items():
-        add(settings, TLS_SETTINGS + REGISTRY_SETTINGS)
+        add(settings, TLS_SETTINGS)
         if role in ("ar-stage", "dit-worker"):
             add(settings, STAGE_SETTINGS)
     add(binary["transports"], ["rdma"])

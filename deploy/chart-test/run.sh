@@ -52,7 +52,7 @@ install_python() {
 
 install_helm
 install_python
-need_packages ip:iproute2 nft:nftables
+need_packages ip:iproute2 nft:nftables etcd:etcd-server
 # The pods' processes of test_wiring.py.
 export OMNI_BIN_DIR=${OMNI_BIN_DIR:-$PWD/../../target/debug}
 [ -x "$OMNI_BIN_DIR/omni" ] && [ -x "$OMNI_BIN_DIR/omnictl" ] ||
@@ -67,10 +67,18 @@ if [ $# -gt 0 ]; then
     exit
 fi
 # What waits for processes beside what computes.
-"$python" -m unittest test_wiring test_deploy >"$scratch/log" 2>&1 &
-running=$!
+readonly GROUPS_OF_TESTS=("test_schemas test_policy test_values test_promql" test_wiring test_deploy)
+running=()
+for group in "${GROUPS_OF_TESTS[@]}"; do
+    # shellcheck disable=SC2086 # several modules
+    "$python" -m unittest $group >"$scratch/${group%% *}.log" 2>&1 &
+    running+=($!)
+done
 status=0
-"$python" -m unittest test_schemas test_policy test_values test_promql || status=$?
-wait "$running" || status=$?
-cat "$scratch/log"
+for index in "${!running[@]}"; do
+    wait "${running[index]}" || status=$?
+    group=${GROUPS_OF_TESTS[index]}
+    say "$group"
+    cat "$scratch/${group%% *}.log"
+done
 exit "$status"

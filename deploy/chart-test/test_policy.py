@@ -223,7 +223,7 @@ class Objects(unittest.TestCase):
         (container,) = group["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]
         self.assertEqual(container["resources"]["limits"]["nvidia.com/gpu"], 8)
         self.assertEqual(container["resources"]["limits"]["rdma/ib"], 4)
-        self.assertEqual(chart.environment(container)["OMNI_PLAN"], "cfg=2,ring=2,ulysses=4,ep=cfg*ring*ulysses")
+        self.assertEqual(chart.environment(container)["OMNI_PLAN"], "cfg=2,ring=2,ulysses=4,ep=cfg+ring+ulysses")
 
     def test_one_router_is_replaced_and_several_are_rolled(self):
         for name, kind in [("minimal", "Recreate"), ("etcd", "RollingUpdate")]:

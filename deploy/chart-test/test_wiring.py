@@ -18,7 +18,7 @@ import chart
 from test_policy import allowed
 
 MODEL = chart.HERE.parent / "demo-model" / "checkpoint"
-PORTS = [*range(7600, 7604), 7680, *range(9600, 9604)]
+PORTS = [2379, 2380, *range(7600, 7604), 7680, *range(9600, 9604)]
 UCX = (7700, 7763)
 START_SECONDS, IMAGE_SECONDS, STOP_SECONDS = 120, 120, 60
 # Namespaces are the machine's, so their names carry this process.
@@ -46,18 +46,20 @@ class Pod:
     def as_peer(self):
         return {"namespace": {"kubernetes.io/metadata.name": chart.NAMESPACE}, "labels": self.labels}
 
-    def environment(self, container):
+    def environment(self, container, folder):
         """Variables as the kubelet would expand them."""
         values = {"PATH": os.environ["PATH"]}
         for entry in container.get("env", []):
             if "valueFrom" in entry:
                 field = entry["valueFrom"]["fieldRef"]["fieldPath"]
-                value = self.ip if field == "status.podIP" else str(self.index)
+                value = {"status.podIP": self.ip, "metadata.name": self.name}.get(field, str(self.index))
             else:
                 value = re.sub(r"\$\((\w+)\)", lambda m: values[m.group(1)], entry["value"])
             values[entry["name"]] = value
         if "OMNI_MODEL" in values:
             values["OMNI_MODEL"] = str(MODEL)  # instead of the volume
+        if "ETCD_DATA_DIR" in values:
+            values["ETCD_DATA_DIR"] = str(folder / f"{self.name}.etcd")
         return values
 
 
@@ -66,6 +68,7 @@ class Cluster:
 
     def __init__(self, things, folder, names=None):
         self.folder, self.things, self.pods, services = pathlib.Path(folder), things, [], {}
+        self.etcds = sum("etcd" in thing["metadata"]["name"] for thing, _ in chart.pod_templates(things))
         self.endpoint = None  # of the router, when it is not the address of its pod
         for thing, template in chart.pod_templates(things):
             for index in range(thing["spec"].get("replicas", 1)):
@@ -128,9 +131,10 @@ class Cluster:
 
     def spawn(self, pod, container):
         log = self.folder / f"{pod.name}.{container['name']}.log"
-        command = ["ip", "netns", "exec", pod.namespace, binary("omni"), *container["args"]]
+        program = ["etcd"] if container["name"] == "etcd" else [binary("omni"), *container["args"]]
+        command = ["ip", "netns", "exec", pod.namespace, *program]
         with log.open("w") as out:
-            pod.processes.append(subprocess.Popen(command, env=pod.environment(container), stdin=subprocess.DEVNULL,
+            pod.processes.append(subprocess.Popen(command, env=pod.environment(container, self.folder), stdin=subprocess.DEVNULL,
                                                   stdout=out, stderr=subprocess.STDOUT))
 
     def pod(self, component):
@@ -153,7 +157,7 @@ class Cluster:
                 text = done.stdout
                 members = json.loads(text)
                 members = members["members"] if isinstance(members, dict) else members
-                if len(members) == len(processes) and "STARTING" not in text.upper():
+                if len(members) == len(processes) - self.etcds and "STARTING" not in text.upper():
                     return members
             time.sleep(0.3)
         raise AssertionError("the members did not come together\n" + self.logs())
@@ -163,24 +167,27 @@ class Cluster:
                        for path in sorted(self.folder.glob("*.log")))
 
     def stop(self):
-        """Ends the processes and takes the namespaces away; what does not end in time is killed."""
-        processes = [p for pod in self.pods for p in pod.processes]
-        for process in processes:
-            process.send_signal(signal.SIGTERM)
-        until = time.monotonic() + STOP_SECONDS
-        for process in processes:
-            try:
-                process.wait(max(0.1, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        """Ends the processes and takes the namespaces away; what does not end in time is killed. Our exit codes."""
+        etcds = [pod for pod in self.pods if pod.labels["app.kubernetes.io/component"] == "etcd"]
+        ours = [p for pod in self.pods if pod not in etcds for p in pod.processes]
+        # etcd last: members say goodbye to it.
+        for processes in (ours, [p for pod in etcds for p in pod.processes]):
+            for process in processes:
+                process.send_signal(signal.SIGTERM)
+            until = time.monotonic() + STOP_SECONDS
+            for process in processes:
+                try:
+                    process.wait(max(0.1, until - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
         for name in [pod.namespace for pod in self.pods] + [f"{PREFIX}-b"]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
             etc = pathlib.Path("/etc/netns") / name
             (etc / "hosts").unlink(missing_ok=True)
             if etc.exists():
                 etc.rmdir()
-        return [process.returncode for process in processes]
+        return [process.returncode for process in ours]
 
 
 def binary(name):
@@ -213,6 +220,10 @@ class Wiring(unittest.TestCase):
 
     def test_the_default_pods_make_an_image(self):
         self.assertEqual(len(self.make_an_image()), 4)
+
+    def test_several_routers_over_the_chart_s_etcd_make_an_image(self):
+        etcd = "registry.kind=etcd,registry.etcd.install=true,registry.etcd.replicas=1,router.replicas=2"
+        self.assertEqual(len(self.make_an_image("--set", etcd)), 5)
 
     def test_pools_that_publish_into_a_kv_pool_make_an_image(self):
         pools = ("pools[0].name=kv,pools[0].role=kv,pools[0].replicas=2,"

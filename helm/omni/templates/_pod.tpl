@@ -151,7 +151,7 @@ volumeMounts:
 {{- end -}}
 {{- end -}}
 {{- with $plan.ep -}}
-{{- $parts = append $parts (printf "ep=%s" (join "*" .)) -}}
+{{- $parts = append $parts (printf "ep=%s" (join "+" .)) -}}
 {{- end -}}
 {{ join "," $parts }}
 {{- end -}}
