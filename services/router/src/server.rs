@@ -321,9 +321,8 @@ async fn follow_contact(snapshots: Snapshots, metrics: Metrics) {
         metrics.add(&metric::REGISTRY_RESYNCS, &[], now.resyncs - resyncs);
         resyncs = now.resyncs;
         let changed = contacts.changed();
-        match tokio::time::timeout(STALENESS_INTERVAL, changed).await {
-            Ok(Err(_)) => return,
-            Ok(Ok(())) | Err(_) => {}
+        if let Ok(Err(_)) = tokio::time::timeout(STALENESS_INTERVAL, changed).await {
+            return;
         }
     }
 }
