@@ -12,6 +12,7 @@ use proto::v1::{
     generate_response::Event, image_service_client::ImageServiceClient,
 };
 use rustix::process::{Pid, Signal, kill_process};
+use tokio::sync::oneshot;
 
 use crate::{
     harness::{bounded, command, model_dir, wait},
@@ -133,19 +134,39 @@ impl Process {
     }
 
     /// Draws an image through this router.
-    pub(crate) async fn draw(&self, request: GenerateRequest) -> Result<Vec<u8>, tonic::Status> {
-        let channel = proto::channel::lazy(&self.endpoint).unwrap();
-        let mut client = ImageServiceClient::new(channel)
-            .max_decoding_message_size(base::limits::MAX_RESPONSE_BYTES);
-        let mut stream = bounded(client.generate(request)).await?.into_inner();
-        let mut image = None;
-        while let Some(response) = bounded(stream.message()).await? {
-            if let Some(Event::Image(event)) = response.event {
-                image = Some(event.png);
-            }
-        }
-        Ok(image.expect("an answer without an image"))
+    pub(crate) async fn draw(&self, request: GenerateRequest) -> Drawn {
+        draw(self.endpoint.clone(), request, oneshot::channel().0).await
     }
+
+    /// The same as a task, and a word when its first step is done.
+    pub(crate) fn begin(
+        &self,
+        request: GenerateRequest,
+    ) -> (base::task::Owned<Drawn>, oneshot::Receiver<()>) {
+        let (tell, stepped) = oneshot::channel();
+        let drawing = draw(self.endpoint.clone(), request, tell);
+        (base::task::spawn(drawing), stepped)
+    }
+}
+
+/// PNG bytes.
+type Drawn = Result<Vec<u8>, tonic::Status>;
+
+async fn draw(endpoint: String, request: GenerateRequest, tell: oneshot::Sender<()>) -> Drawn {
+    let channel = proto::channel::lazy(&endpoint).unwrap();
+    let mut client = ImageServiceClient::new(channel)
+        .max_decoding_message_size(base::limits::MAX_RESPONSE_BYTES);
+    let mut stream = bounded(client.generate(request)).await?.into_inner();
+    let (mut image, mut tell) = (None, Some(tell));
+    while let Some(response) = bounded(stream.message()).await? {
+        match response.event {
+            Some(Event::Image(event)) => image = Some(event.png),
+            // Nobody may be listening.
+            Some(Event::Step(_)) => drop(tell.take().map(|tell| tell.send(()))),
+            _ => {}
+        }
+    }
+    Ok(image.expect("an answer without an image"))
 }
 
 impl Drop for Process {

@@ -2,7 +2,9 @@
 use std::time::Duration;
 
 use base::{Code, limits::LEASE_TTL};
-use proto::v1::{Member, PrefillRequest, Role, ar_stage_service_client::ArStageServiceClient};
+use proto::v1::{
+    GenerateRequest, Member, PrefillRequest, Role, ar_stage_service_client::ArStageServiceClient,
+};
 use rustix::process::Signal;
 
 use crate::{
@@ -21,7 +23,14 @@ async fn etcd_is_killed_images_are_drawn_it_returns_and_a_drain_works_at_the_sec
     assert_eq!(first, again, "one cluster, whichever router is asked");
     assert!((fleet.routers[0].metric("omni_registry_followed") - 1.0).abs() < 0.1);
 
+    // etcd is not on the way of a request: one that runs does not notice.
+    let (running, under_way) = fleet.routers[0].begin(GenerateRequest {
+        steps: Some(12),
+        ..request("a red boat")
+    });
+    under_way.await.unwrap();
     fleet.etcd.kill();
+    assert!(!running.await.unwrap().unwrap().is_empty());
     // Longer than every lease: nobody is dropped because etcd cannot be asked.
     tokio::time::sleep(LEASE_TTL * 2).await;
     for router in &fleet.routers {
