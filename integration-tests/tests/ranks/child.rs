@@ -3,11 +3,8 @@
 use std::{env, path::PathBuf, thread, time::Duration};
 
 use base::clock;
-use parallel::{
-    AxisSet, Collective, Mesh, ParallelError,
-    collective::ucx::{FileRendezvous, JoinOptions, Transport, UcxGroup, UcxWorld},
-    conformance,
-};
+use parallel::{AxisSet, Collective, Mesh, ParallelError, conformance};
+use ranks::{FileRendezvous, JoinOptions, Transport, UcxGroup, UcxWorld};
 
 use crate::processes::MARK;
 
@@ -95,7 +92,7 @@ impl Rank {
     fn compute(&self) {
         let (_world, group) = self.join("compute", PATIENT);
         if self.rank == 0 {
-            let end = clock::now() + 2 * parallel::collective::ucx::limits::DEAD_AFTER;
+            let end = clock::now() + 2 * ranks::limits::DEAD_AFTER;
             while clock::now() < end {
                 std::hint::spin_loop();
             }

@@ -2,7 +2,7 @@
 
 use std::{thread, time::Duration};
 
-use parallel::collective::ucx::Transport;
+use ranks::Transport;
 use rustix::process::Signal;
 
 use crate::processes::{GUARD, Ranks};

@@ -13,7 +13,7 @@ use std::{
 };
 
 use base::clock;
-use parallel::collective::ucx::Transport;
+use ranks::Transport;
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 

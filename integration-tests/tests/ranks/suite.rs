@@ -1,6 +1,6 @@
 //! Ranks that live.
 
-use parallel::collective::ucx::Transport;
+use ranks::Transport;
 
 use crate::processes::Ranks;
 

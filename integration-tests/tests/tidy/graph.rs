@@ -82,7 +82,7 @@ impl Graph {
 }
 
 /// A crate, and what must not be reachable from it by any path.
-const NEVER_SEES: [(&str, &[&str]); 8] = [
+const NEVER_SEES: [(&str, &[&str]); 10] = [
     ("router", &["model", "kernels", "stage", "cudarc", "ucx-rs"]),
     (
         "omnictl",
@@ -102,7 +102,9 @@ const NEVER_SEES: [(&str, &[&str]); 8] = [
     ),
     ("kernels", &["tokio", "tonic", "model", "base"]),
     ("kv", &["tokio", "tonic", "kernels", "model", "base"]),
-    ("parallel", &["tokio", "tonic", "model"]),
+    ("parallel", &["tokio", "tonic", "model", "fabric"]),
+    ("ranks", &["tokio", "tonic", "model", "base"]),
+    ("fabric", &["tokio", "tonic", "kv", "parallel", "base"]),
     ("base", &["tonic", "prost", "axum", "proto"]),
     ("stage", &["router", "ar-stage", "dit-worker"]),
 ];

@@ -91,18 +91,6 @@ impl AxisSet {
         Axis::ALL.into_iter().filter(move |&a| self.contains(a))
     }
 
-    /// One bit an axis, outermost lowest; for the wire.
-    #[cfg(feature = "ucx")]
-    pub(crate) fn bits(self) -> u8 {
-        self.0
-    }
-
-    /// The inverse of [`Self::bits`].
-    #[cfg(feature = "ucx")]
-    pub(crate) fn from_bits(bits: u8) -> Option<Self> {
-        (bits & !Self::ALL.0 == 0).then_some(Self(bits))
-    }
-
     /// Every product of factors of this one, the empty one included; those of inner axes first.
     pub(crate) fn subsets(self) -> impl Iterator<Item = Self> {
         // Counting with the bits reversed makes the innermost axis the fastest.

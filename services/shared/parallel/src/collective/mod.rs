@@ -1,8 +1,6 @@
 //! What ranks say to each other: one trait, several backends, one conformance suite.
 
 pub mod threads;
-#[cfg(feature = "ucx")]
-pub mod ucx;
 pub mod wire;
 
 use std::fmt;

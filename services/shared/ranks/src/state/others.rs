@@ -9,7 +9,7 @@ use super::{
     },
     Joining, Peer, State,
 };
-use crate::{Op, ParallelError};
+use parallel::{Op, ParallelError};
 
 impl State<'_> {
     pub(super) fn connect(
@@ -144,7 +144,7 @@ impl State<'_> {
     }
 
     /// Tells everybody that nothing else comes.
-    pub(in crate::collective::ucx) fn say_bye(&mut self) {
+    pub(crate) fn say_bye(&mut self) {
         let bye = Header::control(Kind::Bye, self.rank).encode();
         for rank in self.others() {
             if self.connected && !self.peers[rank].bye {
@@ -157,7 +157,7 @@ impl State<'_> {
     }
 
     /// Everybody has read this rank's goodbye, or needs none.
-    pub(in crate::collective::ucx) fn all_said(&self) -> bool {
+    pub(crate) fn all_said(&self) -> bool {
         let done = |peer: &Peer| peer.farewell || peer.bye || peer.broken.is_some();
         !self.connected || self.others().all(|rank| done(&self.peers[rank]))
     }

@@ -11,7 +11,7 @@ use super::{
     },
     State,
 };
-use crate::{Op, ParallelError};
+use parallel::{Op, ParallelError};
 
 impl State<'_> {
     /// The header of a message, from a rank that exists.

@@ -25,7 +25,7 @@ use super::{
     traffic::Payloads,
     world::Shared,
 };
-use crate::{AxisSet, Group, Op, ParallelError};
+use parallel::{AxisSet, Group, Op, ParallelError};
 
 /// This rank's membership in one group.
 #[derive(Debug)]
@@ -208,7 +208,11 @@ impl<'a> State<'a> {
 
     /// Something was begun with the others and is not finished.
     pub(super) fn at_work(&self) -> bool {
-        self.outstanding() > 0 || self.groups.values().any(|m| self.busy(m))
+        // A rank that has left reads nothing more.
+        let reads = |rank: usize| !self.peers[rank].bye;
+        self.data.is_sending(reads)
+            || !self.receives.is_empty()
+            || self.groups.values().any(|m| self.busy(m))
     }
 
     /// Operations of a group are not finished, and can be.

@@ -1,7 +1,7 @@
 use std::{sync::Arc, thread, time::Duration};
 
 use super::*;
-use crate::{
+use parallel::{
     Axis, AxisSet, Collective, MAX_IN_FLIGHT, Mesh, Op, ParallelError, collective::threads,
     conformance, wire,
 };
@@ -90,8 +90,8 @@ fn ucx_fails_as_one() {
 
 #[test]
 fn long_buffers_have_the_bits_of_the_threads_backend() {
-    // 16 MiB and a bit: nothing divides evenly, everything is announced before it is sent.
-    const ELEMENTS: usize = (4 << 20) + 5;
+    // 4 MiB and a bit: nothing divides evenly, everything is announced before it is sent.
+    const ELEMENTS: usize = (1 << 20) + 5;
     let work = |g: &dyn Collective| {
         let data = conformance::input(77, g.index(), ELEMENTS);
         let sum = g.all_reduce(data.clone()).unwrap();
@@ -265,7 +265,7 @@ fn a_group_whose_ranks_are_late_holds_up_no_other() {
         on_all(mesh, &options(transport, PATIENT), |world| {
             let large = world.group(AxisSet::ALL).unwrap();
             let small = world.group(AxisSet::ALL).unwrap();
-            let data = vec![1.0; 4 << 20];
+            let data = vec![1.0; 1 << 20];
             // Rank 1 enters this last, so everything else happens under it.
             let early = (world.rank() == 0).then(|| large.all_reduce(data.clone()).unwrap());
             for _ in 0..100 {
@@ -273,7 +273,7 @@ fn a_group_whose_ranks_are_late_holds_up_no_other() {
                 assert_eq!(sum, [2.0; 8]);
             }
             let pending = early.unwrap_or_else(|| large.all_reduce(data).unwrap());
-            assert_eq!(pending.wait().unwrap(), vec![2.0; 4 << 20]);
+            assert_eq!(pending.wait().unwrap(), vec![2.0; 1 << 20]);
         });
     }
 }
@@ -300,15 +300,16 @@ fn messages_carry_one_header_each_and_payload_is_counted_apart() {
 
 #[test]
 fn a_context_takes_its_groups_from_a_world() {
-    let plan = crate::Plan {
+    let plan = parallel::Plan {
         tp: 2,
-        ..crate::Plan::default()
+        ..parallel::Plan::default()
     };
     let mesh = plan.mesh().unwrap();
     on_all(mesh, &options(Transport::Shm, PATIENT), |world| {
         let mut join = |axes| Ok(Arc::new(world.group(axes)?) as Arc<dyn Collective>);
-        let device = crate::Device::Cpu;
-        let context = crate::RankContext::connect(&plan, world.rank(), device, &mut join).unwrap();
+        let device = parallel::Device::Cpu;
+        let context =
+            parallel::RankContext::connect(&plan, world.rank(), device, &mut join).unwrap();
         assert_eq!(context.rank(), world.rank());
     });
 }

@@ -18,7 +18,7 @@ use super::{
     traffic::Payloads,
     world::{Inner, stopped},
 };
-use crate::{Collective, MAX_IN_FLIGHT, Op, ParallelError, Pending, Traffic};
+use parallel::{Collective, MAX_IN_FLIGHT, Op, ParallelError, Pending, Traffic};
 
 /// One rank's end of a group of processes. Dropping it tells the others that the rank has left.
 #[derive(Debug)]

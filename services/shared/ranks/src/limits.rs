@@ -37,6 +37,6 @@ pub const MAX_ADDRESS_BYTES: usize = 16_384;
 /// Messages kept for groups that this rank has not made yet.
 pub const MAX_EARLY_MESSAGES: usize = 65_536;
 /// How far ahead of this rank, in operations of one group, a message may be.
-pub const MAX_AHEAD: u64 = 2 * crate::MAX_IN_FLIGHT as u64;
+pub const MAX_AHEAD: u64 = 2 * parallel::MAX_IN_FLIGHT as u64;
 /// Elements of one message (64 GiB).
 pub const MAX_BODY_ELEMENTS: usize = 1 << 34;

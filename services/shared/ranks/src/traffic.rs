@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::{Moved, Op, Traffic, collective::wire::ELEMENT_BYTES};
+use parallel::{Moved, Op, Traffic, wire::ELEMENT_BYTES};
 
 /// `[sent, received]` bytes by kind of operation.
 #[derive(Debug, Default)]

@@ -1,4 +1,4 @@
-//! The backend of several processes, on one host or several: messages over UCX.
+//! Ranks as processes, on one host or several: the collectives of `parallel` as messages over UCX.
 //!
 //! One thread per rank owns every UCX handle and sleeps on their descriptors; callers hand it their
 //! buffers and wait for its answers, so starting an operation never blocks, and operations go on
@@ -13,6 +13,7 @@
 //! connection, always TCP: they never wait behind payload, and a process that is killed while it
 //! writes to another's queue in shared memory, which blocks that queue for everybody, is still
 //! noticed.
+#![forbid(unsafe_code)]
 
 mod group;
 mod group_state;

@@ -6,7 +6,7 @@ use fabric::{
     Armed, Arrived, Context, Endpoint, Flushing, Sending, Transport, UcxError, Use, Worker,
 };
 
-use crate::ParallelError;
+use parallel::ParallelError;
 
 /// A failure of UCX as an error of this crate.
 pub(super) fn ucx(what: &'static str) -> impl Fn(UcxError) -> ParallelError {
@@ -109,6 +109,11 @@ impl Link {
     /// Messages and flushes under way.
     pub(super) fn outstanding(&self) -> usize {
         self.sends.len() + self.flushes.len()
+    }
+
+    /// Messages are under way to a rank that `counts`.
+    pub(super) fn is_sending(&self, counts: impl Fn(usize) -> bool) -> bool {
+        self.sends.iter().any(|(rank, _)| counts(*rank))
     }
 
     /// Starts to wait until everything sent has left this process.

@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use super::limits;
-use crate::{AxisSet, Op, ParallelError};
+use parallel::{Axis, AxisSet, Op, ParallelError};
 
 /// First byte of every header: the version of this form.
 const VERSION: u8 = 1;
@@ -84,7 +84,7 @@ impl Header {
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(HEADER_BYTES);
         let (op, argument) = op_code(self.op);
-        out.extend([VERSION, self.kind as u8, op, self.axes.bits()]);
+        out.extend([VERSION, self.kind as u8, op, bits(self.axes)]);
         out.extend((self.from as u32).to_le_bytes());
         out.extend(self.group.to_le_bytes());
         out.extend(argument.to_le_bytes());
@@ -109,7 +109,7 @@ impl Header {
             kind: *Kind::ALL.get(usize::from(kind))?,
             from,
             group,
-            axes: AxisSet::from_bits(axes)?,
+            axes: axes_of(axes)?,
             op: op_of(op, argument)?,
             number: rest.u64()?,
             elements: usize::try_from(rest.u64()?).ok()?,
@@ -156,6 +156,18 @@ impl Reader<'_> {
     fn text(&mut self) -> Arc<str> {
         String::from_utf8_lossy(std::mem::take(&mut self.0)).into()
     }
+}
+
+/// One bit an axis, outermost lowest.
+fn bits(axes: AxisSet) -> u8 {
+    axes.axes().fold(0, |bits, axis| bits | 1 << axis as u8)
+}
+
+fn axes_of(bits: u8) -> Option<AxisSet> {
+    let all = Axis::ALL;
+    let chosen = all.iter().filter(|&&axis| bits & 1 << axis as u8 != 0);
+    let axes = chosen.fold(AxisSet::EMPTY, |axes, &axis| axes.with(axis));
+    (bits >> all.len() == 0).then_some(axes)
 }
 
 /// Number and argument of an operation. Groups have at most `MAX_RANKS` ranks: arguments fit.
@@ -273,7 +285,7 @@ impl Cause {
             }) => {
                 put(8, *rank);
                 out.extend(number.to_le_bytes());
-                out.extend([expected.bits(), got.bits()]);
+                out.extend([bits(*expected), bits(*got)]);
             }
             Self::Error(other) => {
                 put(7, 0);
@@ -321,8 +333,8 @@ impl Cause {
             8 => Self::Error(ParallelError::GroupsDiffer {
                 rank,
                 number: from.u32()?,
-                expected: AxisSet::from_bits(from.u8()?)?,
-                got: AxisSet::from_bits(from.u8()?)?,
+                expected: axes_of(from.u8()?)?,
+                got: axes_of(from.u8()?)?,
             }),
             _ => return None,
         })
@@ -362,7 +374,7 @@ mod tests {
             number: u64, elements: u32,
         ) {
             let header = Header {
-                kind: Kind::ALL[kind], from, group, axes: AxisSet::from_bits(bits).unwrap(), op,
+                kind: Kind::ALL[kind], from, group, axes: axes_of(bits).unwrap(), op,
                 number, elements: elements as usize,
             };
             let mut bytes = header.encode();

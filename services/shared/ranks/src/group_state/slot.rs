@@ -1,9 +1,15 @@
 //! One operation of a group, as this rank knows it.
 
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 use super::{Heard, Mine, Part};
-use crate::{Op, ownership::chunk};
+use parallel::{Op, near_even_range};
+
+/// Rank `index`'s part of a buffer that `parts` ranks share.
+pub(super) fn chunk(total: usize, parts: usize, index: usize) -> Range<usize> {
+    // Every index here is that of a rank of the group, so there is always a part.
+    near_even_range(total, parts, index).unwrap_or_default()
+}
 
 #[derive(Debug)]
 pub(super) struct Slot {

@@ -11,7 +11,7 @@ use std::{
 };
 
 use super::{limits, lock};
-use crate::{MAX_RANKS, ParallelError};
+use parallel::{MAX_RANKS, ParallelError};
 
 /// How often an answer is looked for.
 const POLL: Duration = Duration::from_millis(10);

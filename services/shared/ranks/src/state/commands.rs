@@ -9,7 +9,7 @@ use super::{
     },
     Command, Member, State,
 };
-use crate::Op;
+use parallel::Op;
 
 impl State<'_> {
     pub(super) fn command(&mut self, command: Command) {

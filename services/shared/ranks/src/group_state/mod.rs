@@ -15,8 +15,8 @@ use super::{
     limits,
     message::{Cause, Header, Kind},
 };
-use crate::{AxisSet, Op, ParallelError, ownership::chunk};
-use slot::Slot;
+use parallel::{AxisSet, Op, ParallelError};
+use slot::{Slot, chunk};
 
 /// A piece of a result.
 #[derive(Debug)]

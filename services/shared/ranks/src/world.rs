@@ -20,7 +20,7 @@ use super::{
     state::{Command, Member},
     traffic::HeaderCount,
 };
-use crate::{AxisSet, Mesh, ParallelError};
+use parallel::{AxisSet, Mesh, ParallelError};
 
 /// How a rank joins its world. Every rank gives the same, but for `interface`.
 #[derive(Debug, Clone)]
@@ -61,8 +61,15 @@ impl JoinOptions {
     fn check(&self) -> Result<(), ParallelError> {
         let millis = |d: Duration| usize::try_from(d.as_millis()).unwrap_or(usize::MAX);
         let at_least = |field, got: Duration, min: Duration| {
-            let (got, min) = (millis(got), millis(min));
-            crate::error::in_range(field, got, min, usize::MAX)
+            if got >= min {
+                return Ok(());
+            }
+            Err(ParallelError::OutOfRange {
+                field,
+                min: millis(min),
+                max: usize::MAX,
+                got: millis(got),
+            })
         };
         at_least("heartbeat (ms)", self.heartbeat, limits::MIN_HEARTBEAT)?;
         let beats = self.heartbeat.saturating_mul(limits::MIN_LOST_BEATS);
@@ -280,7 +287,7 @@ fn start_thread(
 
 /// Tells worlds apart: FNV-1a over the mesh and everybody's addresses.
 fn digest(mesh: &Mesh, addresses: &[Vec<u8>]) -> u64 {
-    let sizes = crate::Axis::ALL.map(|axis| mesh.size(axis) as u64);
+    let sizes = parallel::Axis::ALL.map(|axis| mesh.size(axis) as u64);
     let bytes = sizes.iter().flat_map(|size| size.to_le_bytes());
     let bytes = bytes.chain(addresses.iter().flatten().copied());
     bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {

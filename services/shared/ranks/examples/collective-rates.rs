@@ -1,7 +1,7 @@
 //! How fast two ranks move bytes: `threads`, and `ucx` between two processes.
 //!
 //! ```sh
-//! cargo run --release -p parallel --features ucx --example collective-rates
+//! cargo run --release -p ranks --example collective-rates
 //! ```
 //!
 //! Prints one JSON line a backend, transport, operation and size. MB/s is the payload that one rank
@@ -20,14 +20,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use parallel::{
-    AxisSet, Collective, Mesh, Op, ParallelError,
-    collective::{
-        threads,
-        ucx::{FileRendezvous, JoinOptions, Transport, UcxWorld},
-    },
-    wire,
-};
+use parallel::{AxisSet, Collective, Mesh, Op, ParallelError, collective::threads, wire};
+use ranks::{FileRendezvous, JoinOptions, Transport, UcxWorld};
 
 const PATIENT: Duration = Duration::from_secs(60);
 const RANKS: usize = 2;

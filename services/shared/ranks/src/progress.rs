@@ -17,7 +17,7 @@ use super::{
     state::{Command, State},
     world::Shared,
 };
-use crate::ParallelError;
+use parallel::ParallelError;
 
 /// Runs until the last handle of the rank is dropped. Reports to `ready` what other ranks need to
 /// connect, or why there is nothing.
