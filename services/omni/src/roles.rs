@@ -2,10 +2,11 @@
 use std::{
     net::SocketAddr,
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use ar_stage::ArStageConfig;
-use base::{BuildInfo, Failure, Shutdown};
+use base::{BuildInfo, Failure, Shutdown, limits::SHUTDOWN_GRACE};
 use dit_worker::{DitWorkerConfig, StepLimits};
 use kv_transfer::{
     ClientConfig, Host, ServiceConfig,
@@ -49,6 +50,7 @@ struct Place {
     advertise: Option<String>,
     pool: String,
     registry: Backend,
+    grace: Duration,
 }
 
 /// Parses and checks the settings of a role without running it.
@@ -135,7 +137,7 @@ fn plan(role: Role, settings: &Settings, file: Option<&Path>) -> Result<Plan, Om
                 client,
                 max_queue: settings.count("max_queue", 1)?,
             };
-            Plan::ArStage(place(settings)?, config, threads(settings)?)
+            Plan::ArStage(stage_place(settings)?, config, threads(settings)?)
         }
         Role::DitWorker => {
             let config = DitWorkerConfig {
@@ -147,7 +149,7 @@ fn plan(role: Role, settings: &Settings, file: Option<&Path>) -> Result<Plan, Om
                 },
                 max_queue: settings.count("max_queue", 1)?,
             };
-            Plan::DitWorker(place(settings)?, config, threads(settings)?)
+            Plan::DitWorker(stage_place(settings)?, config, threads(settings)?)
         }
     })
 }
@@ -170,6 +172,7 @@ fn router_config(settings: &Settings) -> Result<RouterConfig, OmniError> {
             max_queued: settings.count("max_queued", 1)?,
             ..Limits::default()
         },
+        grace: settings.seconds("drain_grace_s")?,
         build: build_info(),
         ..RouterConfig::default()
     })
@@ -207,6 +210,15 @@ fn place(settings: &Settings) -> Result<Place, OmniError> {
         advertise,
         pool: settings.text("pool")?.to_owned(),
         registry: backend(settings)?,
+        grace: SHUTDOWN_GRACE,
+    })
+}
+
+/// The place of a stage, which says itself how long its requests may take at the end.
+fn stage_place(settings: &Settings) -> Result<Place, OmniError> {
+    Ok(Place {
+        grace: settings.seconds("drain_grace_s")?,
+        ..place(settings)?
     })
 }
 
@@ -325,6 +337,7 @@ async fn host(role: Role, place: Place, build: &BuildInfo) -> Result<HostConfig,
         advertise,
         pool: place.pool,
         registry: place.registry,
+        grace: place.grace,
         build: build.clone(),
     })
 }

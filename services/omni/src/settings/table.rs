@@ -124,7 +124,15 @@ const HTTP_LISTEN: Setting = setting(
     "Address of the HTTP API for OpenAI clients [default: that of listen with its port + 80]",
 );
 
-const ROUTER: [Setting; 5] = [
+const DRAIN_GRACE: Setting = setting(
+    "drain_grace_s",
+    "SECONDS",
+    Value("30"),
+    "How long running requests may take once a stop or a drain was asked for",
+);
+
+const ROUTER: [Setting; 6] = [
+    DRAIN_GRACE,
     setting(
         "listen",
         "HOST:PORT",
@@ -169,7 +177,8 @@ const KV_TRANSFER: [Setting; 4] = [
     ),
 ];
 
-const AR_STAGE: [Setting; 8] = [
+const AR_STAGE: [Setting; 9] = [
+    DRAIN_GRACE,
     setting(
         "listen",
         "HOST:PORT",
@@ -195,7 +204,8 @@ const AR_STAGE: [Setting; 8] = [
     ),
 ];
 
-const DIT_WORKER: [Setting; 9] = [
+const DIT_WORKER: [Setting; 10] = [
+    DRAIN_GRACE,
     setting(
         "listen",
         "HOST:PORT",

@@ -3,7 +3,6 @@ use std::{sync::Arc, time::Duration};
 
 use base::{
     BuildInfo, Code, Failure, MemberId, Shutdown,
-    limits::SHUTDOWN_GRACE,
     task::{self, Owned},
 };
 use proto::server::Health;
@@ -33,6 +32,8 @@ pub struct HostConfig {
     pub pool: String,
     /// Which registry to join.
     pub registry: Backend,
+    /// How long running requests may take once a stop or a drain was asked for.
+    pub grace: Duration,
     /// What was built.
     pub build: BuildInfo,
 }
@@ -86,6 +87,7 @@ pub async fn run<S: Stage>(
         advertise,
         pool,
         registry,
+        grace,
         build,
     } = config;
     let mut running = start(&stage, listener, admin_listener, metrics).await?;
@@ -112,7 +114,7 @@ pub async fn run<S: Stage>(
     tracing::info!(member = membership.id(), %weights_id, "ready");
 
     let ended = serve(&*stage, &membership, &mut running, &shutdown).await;
-    drain(&*stage, membership, &running, &shutdown).await;
+    drain(&*stage, membership, &running, grace, &shutdown).await;
     running.stop_servers.cancel();
     if ended.is_ok()
         && tokio::time::timeout(CLOSE_GRACE, &mut running.server)
@@ -204,6 +206,7 @@ async fn drain<S: Stage>(
     stage: &S,
     membership: Membership,
     running: &Running,
+    grace: Duration,
     shutdown: &Shutdown,
 ) {
     stage.gate().drain();
@@ -214,7 +217,7 @@ async fn drain<S: Stage>(
     tracing::info!(requests = tasks.len(), "draining");
     tokio::select! {
         () = emptied(tasks) => {}
-        () = tokio::time::sleep(SHUTDOWN_GRACE) => {}
+        () = tokio::time::sleep(grace) => {}
         () = shutdown.forced() => {}
     }
     if let Err(left) = tasks.stop(CLOSE_GRACE).await {
