@@ -41,7 +41,6 @@ pub(crate) fn follow_from(link: Arc<Link>, keys: Keys, first: (Table, i64)) -> W
     let feeder = task::spawn(async move {
         let ended = feed(&link, &keys, first, &tx).await;
         if let Err(error) = ended {
-            link.stream_broke();
             // The watcher may be gone as well.
             let _ = tx.send(Err(error)).await;
         }
@@ -69,7 +68,8 @@ async fn feed(
             return Ok(());
         }
         let stream = open(link, keys, revision).await?;
-        match follow(stream, &mut table, tx).await? {
+        let ended = follow(stream, &mut table, tx).await;
+        match ended.inspect_err(|_| link.stream_broke())? {
             End::Unwanted => return Ok(()),
             End::Compacted => {
                 tracing::info!(

@@ -106,6 +106,17 @@ async fn an_etcd_that_hangs_is_noticed_and_followed_again_when_it_wakes() {
 }
 
 #[tokio::test]
+async fn a_quiet_watch_is_not_taken_for_a_broken_one() {
+    let server = EtcdServer::start();
+    let snapshots = Snapshots::follow(open(&server));
+    contact(&snapshots, true).await;
+    let since = snapshots.contact();
+    // Longer than etcd may say nothing at all.
+    tokio::time::sleep(base::limits::CONTROL_DEADLINE + SHORT).await;
+    assert_eq!(snapshots.contact(), since);
+}
+
+#[tokio::test]
 async fn a_watch_whose_revision_is_compacted_away_reads_everything_anew() {
     let server = EtcdServer::start();
     let etcd = open(&server);

@@ -171,6 +171,34 @@ fn changes(keys: &Keys, write: &Write, revision: u64) -> Vec<Change> {
 }
 
 proptest! {
+    /// Whatever lies under our keys, nothing breaks and nothing but whole records is shown.
+    #[test]
+    fn any_bytes_are_a_record_or_are_passed_over(
+        writes in proptest::collection::vec(
+            ("(members|loads|drains|plans|epoch|x)?/?[a-z/]{0,6}", proptest::collection::vec(any::<u8>(), 0..80)),
+            0..20,
+        ),
+    ) {
+        let keys = Keys::new("c");
+        let change = |(key, value): (String, Vec<u8>)| Change {
+            key: format!("/omni/c/{key}").into_bytes(),
+            value: Some(value),
+            revision: 3,
+        };
+        let changes: Vec<_> = writes.into_iter().map(change).collect();
+        let mut table = Table::new(keys.clone(), []);
+        for update in table.apply(&changes) {
+            let shown = match update.event {
+                Event::Put(member) => member.id.is_empty() || member.endpoint.is_empty(),
+                Event::Plan(plan) => plan.generation == 0,
+                other => panic!("{other:?}"),
+            };
+            prop_assert!(!shown, "half a record was shown");
+        }
+        let read = Table::new(keys, changes);
+        prop_assert_eq!(read.snapshot(), table.snapshot());
+    }
+
     /// However changes are cut into answers, replaying the updates gives the table, the table is the
     /// one that the keys themselves give, and epochs never fall.
     #[test]
