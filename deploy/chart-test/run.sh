@@ -67,7 +67,7 @@ if [ $# -gt 0 ]; then
     exit
 fi
 # What waits for processes beside what computes.
-readonly GROUPS_OF_TESTS=("test_schemas test_policy test_values test_promql" test_wiring test_deploy)
+readonly GROUPS_OF_TESTS=("test_schemas test_policy test_values test_promql" test_wiring test_deploy test_rolling)
 running=()
 for group in "${GROUPS_OF_TESTS[@]}"; do
     # shellcheck disable=SC2086 # several modules

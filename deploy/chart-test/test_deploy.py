@@ -67,7 +67,6 @@ class Running(unittest.TestCase):
             template = {"metadata": {"labels": {"app.kubernetes.io/component": "router"}}, "spec": {"containers": containers}}
             thing = {"kind": "Deployment", "metadata": {"name": "machine"}, "spec": {"template": template}}
             cluster = Cluster([thing], folder)
-            cluster.endpoint = "http://127.0.0.1:7600"
             self.image_from(cluster, "router", folder)
 
 

@@ -117,6 +117,9 @@ class Pods(unittest.TestCase):
             before = [c["lifecycle"]["preStop"]["sleep"]["seconds"] for c in template["spec"]["containers"]]
             with self.subTest(set=name, object=chart.title(thing)):
                 self.assertGreater(template["spec"]["terminationGracePeriodSeconds"], longest + max(before))
+                for container in template["spec"]["containers"]:
+                    if container["name"] != "kv-transfer":
+                        self.assertEqual(chart.environment(container)["OMNI_DRAIN_GRACE_S"], str(longest))
 
     def test_loading_has_the_time_it_is_given_and_health_asks_nobody_else(self):
         for name, thing, template in each_pod():

@@ -69,7 +69,6 @@ class Cluster:
     def __init__(self, things, folder, names=None):
         self.folder, self.things, self.pods, services = pathlib.Path(folder), things, [], {}
         self.etcds = sum("etcd" in thing["metadata"]["name"] for thing, _ in chart.pod_templates(things))
-        self.endpoint = None  # of the router, when it is not the address of its pod
         for thing, template in chart.pod_templates(things):
             for index in range(thing["spec"].get("replicas", 1)):
                 name = thing["metadata"]["name"] + ("" if thing["kind"] == "Pod" else f"-{index}")
@@ -133,7 +132,7 @@ class Cluster:
         log = self.folder / f"{pod.name}.{container['name']}.log"
         program = ["etcd"] if container["name"] == "etcd" else [binary("omni"), *container["args"]]
         command = ["ip", "netns", "exec", pod.namespace, *program]
-        with log.open("w") as out:
+        with log.open("a") as out:
             pod.processes.append(subprocess.Popen(command, env=pod.environment(container, self.folder), stdin=subprocess.DEVNULL,
                                                   stdout=out, stderr=subprocess.STDOUT))
 
@@ -146,7 +145,7 @@ class Cluster:
 
     def wait(self):
         """Until every container is a ready member."""
-        endpoint = self.endpoint or f"http://{self.pod('router').ip}:7600"
+        endpoint = "http://127.0.0.1:7600"
         processes = [p for pod in self.pods for p in pod.processes]
         until = time.monotonic() + START_SECONDS
         while time.monotonic() < until:
@@ -165,6 +164,15 @@ class Cluster:
     def logs(self):
         return "".join(f"--- {path.name}\n" + "\n".join(path.read_text().splitlines()[-15:]) + "\n"
                        for path in sorted(self.folder.glob("*.log")))
+
+    def end(self, pod):
+        """Ends a pod as the kubelet does: its containers, then its sidecars. Their exit codes."""
+        codes = []
+        for process in reversed(pod.processes):  # sidecars are started first
+            process.send_signal(signal.SIGTERM)
+            codes.append(process.wait(STOP_SECONDS))
+        pod.processes = []
+        return codes
 
     def stop(self):
         """Ends the processes and takes the namespaces away; what does not end in time is killed. Our exit codes."""

@@ -71,6 +71,7 @@ startupProbe:
 {{- $_ := mustMergeOverwrite $settings (include "omni.registrySettings" $root | fromYaml) }}
 {{- $_ := set $settings "transport" $root.Values.transfer.transport }}
 {{- $_ := set $settings "model" $root.Values.model.path }}
+{{- $_ := set $settings "drain_grace_s" $root.Values.requests.longestSeconds }}
 {{- if eq $pool.role "ar" }}
 {{- $url := include "omni.advertise" (dict "root" $root "port" 7601 "pool" $pool.name) }}
 {{- with $pool.kvPool }}
