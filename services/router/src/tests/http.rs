@@ -343,6 +343,19 @@ async fn requests_have_ids_and_one_id_runs_once() {
 }
 
 #[tokio::test]
+async fn a_page_of_another_site_cannot_make_this_one_work() {
+    let site = site(Script::new([])).await;
+    for (whose, status) in [("cross-site", 403), ("same-origin", 200)] {
+        let mut request = post(IMAGES, wish().to_string());
+        let headers = request.headers_mut();
+        headers.insert("sec-fetch-site", whose.parse().unwrap());
+        let response = send(site.address(), request).await;
+        assert_eq!(response.status(), status, "{whose}");
+    }
+    assert_eq!(site.ar.calls(), 1);
+}
+
+#[tokio::test]
 async fn a_full_queue_is_429_with_a_time_to_come_back() {
     let limits = Limits {
         max_running: 1,
@@ -369,7 +382,6 @@ async fn a_deadline_that_passes_is_the_servers_fault_by_status() {
         .await;
     assert_eq!(status, StatusCode::GATEWAY_TIMEOUT);
     assert_eq!(error["code"], "deadline_exceeded");
-    site.dit.dropped().await;
 }
 
 #[tokio::test]

@@ -49,6 +49,10 @@ use self::{
 use super::Context;
 use crate::{dispatch::Answer, validate};
 
+/// Says, in requests of a browser, whose page it acts for. A page of another site could not read an
+/// answer, but with a form it could make a server work that listens on the user's machine alone.
+const FETCH_SITE: &str = "sec-fetch-site";
+
 /// Bounds of what a client may make this port wait for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HttpBounds {
@@ -123,7 +127,13 @@ async fn identify(mut request: Request, next: Next) -> Response {
         let text = value.to_str().ok()?;
         text.parse::<RequestId>().ok()
     });
+    let fetched_by = request.headers().get(FETCH_SITE);
     let (id, mut response) = match given {
+        _ if fetched_by.is_some_and(|site| site == "cross-site") => {
+            let message = "a page of another site may not make requests here";
+            let error = HttpError::from(Failure::new(Code::PermissionDenied, message));
+            (RequestId::generate(), error.into_response())
+        }
         Some(None) => {
             let reason = format!("{REQUEST_ID} must be 1 to 64 characters of [A-Za-z0-9_-]");
             let error = HttpError::from(Failure::invalid(REQUEST_ID, reason));
