@@ -125,6 +125,11 @@ pub struct Up {
 impl Up {
     /// Starts all roles and waits until they serve.
     pub fn start(transport: &str) -> Self {
+        Self::start_with(transport, &[])
+    }
+
+    /// Likewise, with more arguments.
+    pub fn start_with(transport: &str, arguments: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let ready = dir.path().join("ready");
         let mut process = command(&["up", "--exit-with-parent", "--log-format", "text"])
@@ -133,6 +138,7 @@ impl Up {
             .arg(model_dir())
             .arg("--ready-file")
             .arg(&ready)
+            .args(arguments)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

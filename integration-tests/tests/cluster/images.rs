@@ -47,6 +47,43 @@ async fn over_tcp_the_image_is_the_models_own() {
 }
 
 #[tokio::test]
+async fn over_ranks_that_only_move_data_the_image_is_the_models_own() {
+    let plans = [
+        "--ar-plan=pp=2,ulysses=2",
+        "--dit-plan=cfg=2,ulysses=2,ep=cfg+ulysses",
+    ];
+    let up = Up::start_with("shm", &plans);
+    let request = request("A small red boat drifts on a calm lake.");
+    let answer = generate(&up, request.clone()).await.unwrap();
+    assert_same(&answer, &request);
+    // Guidance rows on ranks of their own are useless without guidance, and that is said by name.
+    let unguided = GenerateRequest {
+        guidance: Some(1.0),
+        ..request.clone()
+    };
+    let refused = refused(&up, unguided).await;
+    assert_eq!(refused.field.as_deref(), Some("guidance"), "{refused}");
+    // A refusal is no failure of the ranks.
+    let answer = generate(&up, request.clone()).await.unwrap();
+    assert_same(&answer, &request);
+}
+
+#[tokio::test]
+async fn over_ranks_that_add_up_parts_the_image_is_within_one_grey_level() {
+    let plans = ["--ar-plan=tp=2,ep=tp", "--dit-plan=ring=2,tp=2"];
+    let up = Up::start_with("shm", &plans);
+    let request = request("a dog");
+    let answer = generate(&up, request.clone()).await.unwrap();
+    let (image, expected) = (decode_png(&answer.image.png), picture(&request));
+    assert_eq!(image.data.len(), expected.data.len());
+    let pixels = image.data.iter().zip(&expected.data);
+    let off: Vec<u8> = pixels.map(|(a, b)| a.abs_diff(*b)).collect();
+    assert!(off.iter().all(|d| *d <= 1), "{:?}", off.iter().max());
+    let some = off.iter().filter(|d| **d > 0).count();
+    assert!(some * 1000 <= off.len(), "{some} of {} bytes differ", off.len());
+}
+
+#[tokio::test]
 async fn over_shared_memory_requests_that_share_a_batch_get_the_models_own_images() {
     let up = Up::shared();
     let sizes = &model().info().buckets;

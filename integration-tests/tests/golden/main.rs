@@ -20,5 +20,6 @@ mod front_layouts;
 mod front_manifest;
 mod front_requests;
 mod front_schedule;
+mod plan_processes;
 mod plan_runs;
 mod plan_table;

@@ -27,7 +27,7 @@ const PATIENT: Duration = Duration::from_secs(120);
 /// Steps of every request.
 const STEPS: usize = 2;
 /// Largest difference relative to the largest value.
-const LIMIT: f32 = 1e-5;
+pub(crate) const LIMIT: f32 = 1e-5;
 /// Tokens of a row that divide over any ranks tried here.
 const DIVISOR: usize = 8;
 
@@ -45,7 +45,7 @@ struct Prefill {
     whole: Vec<PrefixKv>,
 }
 
-struct Cases {
+pub(crate) struct Cases {
     requests: Vec<Request>,
     prefills: Vec<Prefill>,
 }
@@ -129,7 +129,14 @@ impl Request {
     }
 }
 
-fn cases(model: &Model) -> Cases {
+impl Cases {
+    /// A job of every request, at its first step.
+    pub(crate) fn jobs(&self, model: &Model) -> Vec<DenoiseJob> {
+        self.requests.iter().map(|r| r.job(model)).collect()
+    }
+}
+
+pub(crate) fn cases(model: &Model) -> Cases {
     let ctx = ctx();
     let pipeline = Pipeline::new(model, &ctx);
     let (mut requests, mut prefills) = (Vec::new(), Vec::new());
@@ -177,8 +184,10 @@ fn cases(model: &Model) -> Cases {
 }
 
 /// Latents of every request after each step; `None` where a pipeline stage has none.
-fn denoise(cases: &Cases, model: &Model, ctx: &RankContext) -> Vec<Vec<Option<Vec<f32>>>> {
-    let mut jobs: Vec<DenoiseJob> = cases.requests.iter().map(|r| r.job(model)).collect();
+pub(crate) type Steps = Vec<Vec<Option<Vec<f32>>>>;
+
+pub(crate) fn denoise(cases: &Cases, model: &Model, ctx: &RankContext) -> Steps {
+    let mut jobs = cases.jobs(model);
     let mut steps = Vec::with_capacity(STEPS);
     for _ in 0..STEPS {
         let mut packed: Vec<&mut DenoiseJob> = jobs.iter_mut().collect();
@@ -200,35 +209,51 @@ fn difference(got: &[f32], want: &[f32]) -> f32 {
     worst / scale.max(f32::MIN_POSITIVE)
 }
 
-fn outcome(plan: Plan, cases: &Cases, want: &[Vec<Option<Vec<f32>>>]) -> Outcome {
-    let mut outcome = Outcome::new(plan);
+/// One rank's own part of the golden model.
+pub(crate) fn open(plan: Plan, rank: usize) -> Model {
+    let options = LoadOptions {
+        parts: Parts {
+            vae_decoder: false,
+            ..Parts::DENOISE
+        },
+        plan,
+        rank,
+        ..LoadOptions::default()
+    };
+    Model::open(&model_dir(), options).unwrap()
+}
+
+/// Latents of every request after each step, and the largest difference of the prefixes.
+pub(crate) fn run_rank(cases: &Cases, model: &Model, ctx: &RankContext) -> (Steps, f32) {
     // A prefill under a ring leaves each rank its part of the tokens, whatever denoising asks for.
     let dealt = Plan {
         ring_prefix: RingPrefix::Sharded,
-        ..plan
+        ..*ctx.plan()
     };
-    let ranks = threads::on_ranks(&plan, PATIENT, |ctx| {
-        let options = LoadOptions {
-            parts: Parts {
-                vae_decoder: false,
-                ..Parts::DENOISE
-            },
-            plan,
-            rank: ctx.rank(),
-            ..LoadOptions::default()
-        };
-        let model = Model::open(&model_dir(), options).unwrap();
-        let steps = denoise(cases, &model, &ctx);
-        let shard = RankShard::new(model.config(), &dealt, ctx.rank()).unwrap();
-        let mut prefill = 0_f32;
-        for case in &cases.prefills {
-            for (got, whole) in case.run(&model, &ctx).iter().zip(&case.whole) {
-                let want = whole.part_of(&shard).unwrap();
-                assert_eq!(got.held(), want.held());
-                prefill = prefill.max(difference(got.data(), want.data()));
-            }
+    let steps = denoise(cases, model, ctx);
+    let shard = RankShard::new(model.config(), &dealt, ctx.rank()).unwrap();
+    let mut prefill = 0_f32;
+    for case in &cases.prefills {
+        for (got, whole) in case.run(model, ctx).iter().zip(&case.whole) {
+            let want = whole.part_of(&shard).unwrap();
+            assert_eq!(got.held(), want.held());
+            prefill = prefill.max(difference(got.data(), want.data()));
         }
-        (steps, prefill)
+    }
+    (steps, prefill)
+}
+
+/// Largest difference of latents that both have.
+pub(crate) fn worst(got: &Steps, want: &Steps) -> f32 {
+    let pairs = got.iter().flatten().zip(want.iter().flatten());
+    let both = pairs.filter_map(|(got, want)| Some(difference(got.as_ref()?, want.as_ref()?)));
+    both.fold(0.0, f32::max)
+}
+
+fn outcome(plan: Plan, cases: &Cases, want: &Steps) -> Outcome {
+    let mut outcome = Outcome::new(plan);
+    let ranks = threads::on_ranks(&plan, PATIENT, |ctx| {
+        run_rank(cases, &open(plan, ctx.rank()), &ctx)
     });
     for (rank, (steps, prefill)) in ranks.unwrap().into_iter().enumerate() {
         let stage = plan

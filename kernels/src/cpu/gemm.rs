@@ -93,6 +93,25 @@ impl Packed {
     }
 }
 
+impl Packed {
+    /// The weight as it was given, `[N, K]`; narrow ones come back in f32. Only for one that was packed
+    /// without an order.
+    pub(crate) fn unpack(&self) -> Result<Tensor> {
+        let shape = [self.n, self.k];
+        match &self.panels {
+            Panels::F32(p) => Tensor::from_f32(&shape, unpack(p, self.n, self.k)),
+            Panels::Bf16(p) => Tensor::from_bf16(&shape, unpack(p, self.n, self.k)),
+            Panels::Narrow(p) => Tensor::from_f32(&shape, unpack(p, self.n, self.k)),
+        }
+    }
+}
+
+fn unpack<T: Copy, const W: usize>(panels: &[[T; W]], n: usize, k: usize) -> Vec<T> {
+    let rows = (0..n).flat_map(|row| (0..k).map(move |i| (row, i)));
+    rows.map(|(row, i)| panels[row / W * k + i][row % W])
+        .collect()
+}
+
 fn pack<T: Copy + Default, const W: usize>(
     w: &[T],
     n: usize,

@@ -59,6 +59,12 @@ impl LinearWeight {
         self.packed.k
     }
 
+    /// The weight `[N, K]` that this was made from, in its type; narrow ones in f32. For moving a weight to
+    /// another rank.
+    pub fn to_tensor(&self) -> Result<Tensor> {
+        self.packed.unpack()
+    }
+
     /// Bytes held.
     #[must_use]
     pub fn bytes(&self) -> usize {

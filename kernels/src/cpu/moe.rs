@@ -125,6 +125,55 @@ impl ExpertWeights {
         Ok(Self { gate_up, down })
     }
 
+    /// `gate_up` and `down` of one expert.
+    #[must_use]
+    pub fn expert(&self, index: usize) -> Option<(&LinearWeight, &LinearWeight)> {
+        self.gate_up.get(index).zip(self.down.get(index))
+    }
+
+    /// Puts another expert of the same sizes into a place.
+    ///
+    /// # Errors
+    /// A place that is not there, or weights of other sizes; nothing changes then.
+    pub fn replace(
+        &mut self,
+        index: usize,
+        gate_up: LinearWeight,
+        down: LinearWeight,
+    ) -> Result<()> {
+        const OP: &str = "expert weights";
+        let limit = self.experts();
+        if index >= limit {
+            return Err(KernelError::Bounds {
+                op: OP,
+                what: "expert",
+                value: index,
+                limit,
+            });
+        }
+        let (h, i) = (self.hidden(), self.intermediate());
+        if (gate_up.n(), gate_up.k()) != (2 * i, h) {
+            let expected = format!("[{}, {h}]", 2 * i);
+            return Err(KernelError::shape(
+                OP,
+                "gate_up",
+                expected,
+                &[gate_up.n(), gate_up.k()],
+            ));
+        }
+        if (down.n(), down.k()) != (h, i) {
+            let expected = format!("[{h}, {i}]");
+            return Err(KernelError::shape(
+                OP,
+                "down",
+                expected,
+                &[down.n(), down.k()],
+            ));
+        }
+        (self.gate_up[index], self.down[index]) = (gate_up, down);
+        Ok(())
+    }
+
     /// Number of experts.
     #[must_use]
     pub fn experts(&self) -> usize {

@@ -20,6 +20,8 @@ pub use service::ArStage;
 pub struct ArStageConfig {
     /// Checkpoint directory.
     pub model: PathBuf,
+    /// How the model is spread over the ranks of this stage.
+    pub plan: parallel::Plan,
     /// KV-transfer service of this node, `http://HOST:PORT`.
     pub kv_transfer: String,
     /// Its client side.

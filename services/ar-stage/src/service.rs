@@ -6,7 +6,7 @@ use std::{
 
 use base::{Failure, Fault as _, MemberId, limits::EVENT_QUEUE};
 use kv_transfer::{KvClient, Lease};
-use model::{LoadOptions, Model, Parts};
+use model::{BalanceOptions, Parts};
 use proto::{
     names,
     v1::{
@@ -15,7 +15,7 @@ use proto::{
     },
 };
 use registry::{Load, Role};
-use stage::{Engine, Gate, Stage, StageError, info};
+use stage::{Engine, Gate, RankLoad, Ranks, Stage, StageError, info};
 use telemetry::Metrics;
 use tokio::sync::mpsc;
 use tokio_stream::Stream;
@@ -33,7 +33,7 @@ pub struct ArStage {
     member_id: MemberId,
     gate: Gate,
     engine: Engine,
-    model: OnceLock<Arc<Model>>,
+    ranks: OnceLock<Arc<Ranks>>,
     client: KvClient,
     config: ArStageConfig,
     metrics: Metrics,
@@ -49,7 +49,7 @@ impl ArStage {
             member_id: MemberId::generate(),
             gate: Gate::new(),
             engine: Engine::start("prefill", config.max_queue)?,
-            model: OnceLock::new(),
+            ranks: OnceLock::new(),
             client,
             config,
             metrics,
@@ -58,14 +58,14 @@ impl ArStage {
 
     /// One request from its tokens to its handles.
     async fn prefill(&self, request: PrefillRequest) -> Result<Answer<Lease>, StageError> {
-        let model = self.model.get().ok_or(StageError::NotReady {
+        let ranks = self.ranks.get().ok_or(StageError::NotReady {
             why: "the model is still loading",
         })?;
-        let order = work::Order::new(&request, model.info())?;
-        let model = Arc::clone(model);
+        let order = work::Order::new(&request, ranks.info())?;
+        let ranks = Arc::clone(ranks);
         let prefilled = self
             .engine
-            .run(move || work::prefill(&model, &order))
+            .run(move || work::prefill(&ranks, &order))
             .await??;
         self.metrics.observe(
             &telemetry::names::STAGE_STEP,
@@ -100,22 +100,24 @@ impl Stage for ArStage {
     }
 
     async fn load(&self) -> Result<v1::ModelInfo, StageError> {
-        let dir = self.config.model.clone();
-        let model = self
+        let (dir, plan) = (self.config.model.clone(), self.config.plan);
+        let ranks = self
             .engine
             .run(move || {
-                let options = LoadOptions {
+                let load = RankLoad {
                     parts: Parts::PREFIX,
-                    ..LoadOptions::default()
+                    alone: Parts::PREFIX,
+                    plan,
+                    balance: BalanceOptions::default(),
                 };
-                let model = Model::open(&dir, options)?;
-                work::warm_up(&model)?;
-                Ok::<_, StageError>(Arc::new(model))
+                let ranks = Ranks::open(&dir, load)?;
+                work::warm_up(&ranks)?;
+                Ok::<_, StageError>(Arc::new(ranks))
             })
             .await??;
-        let info = info::model_to_proto(model.info());
+        let info = info::model_to_proto(ranks.info());
         // Loaded once; a second load would change nothing.
-        let _ = self.model.set(model);
+        let _ = self.ranks.set(ranks);
         Ok(info)
     }
 

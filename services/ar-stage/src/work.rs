@@ -4,13 +4,12 @@ use std::time::Duration;
 use base::clock;
 use kv::PrefixIdentity;
 use kv_transfer::{KvClient, Lease, PublishRequest, Published};
-use model::{Model, ModelInfo, PrefixKv, RowKind, RowTokens, T2iRequest, Template};
-use parallel::RankContext;
+use model::{ModelInfo, PrefixKv, RankShard, RowKind, RowTokens, T2iRequest, Template};
 use proto::v1::{
     PrefillDone, PrefillRequest, PrefillResponse, PrefixRow, prefill_response::Event,
     prefix_row::Kind,
 };
-use stage::StageError;
+use stage::{Ranks, StageError};
 
 use crate::answers::Answer;
 
@@ -67,9 +66,10 @@ impl Prefilled {
     }
 }
 
-/// Lays the request out and computes both rows in one packed forward.
-pub(crate) fn prefill(model: &Model, order: &Order) -> Result<Prefilled, StageError> {
+/// Lays the request out and computes both rows in one packed forward over all ranks.
+pub(crate) fn prefill(ranks: &Ranks, order: &Order) -> Result<Prefilled, StageError> {
     let start = clock::now();
+    let model = ranks.first();
     let layout = model.layout_text_to_image(&T2iRequest {
         prompt: order.prompt.clone(),
         system_prompt: order.system_prompt.clone(),
@@ -85,7 +85,24 @@ pub(crate) fn prefill(model: &Model, order: &Order) -> Result<Prefilled, StageEr
         .iter()
         .map(|&(_, row)| RowTokens::new(&layout, row))
         .collect();
-    let prefixes = model.prefill(&RankContext::single(), &tokens.iter().collect::<Vec<_>>())?;
+    let tokens: Vec<&RowTokens<'_>> = tokens.iter().collect();
+    let alone = ranks.models().len() == 1;
+    let inputs = vec![(); ranks.models().len()];
+    let parts = ranks.run(inputs, |model, ctx, ()| model.prefill(ctx, &tokens))?;
+    let prefixes: Vec<PrefixKv> = if alone {
+        parts.into_iter().flatten().collect()
+    } else {
+        let whole = |row: usize| {
+            let shards: Vec<(&RankShard, &PrefixKv)> = ranks
+                .models()
+                .iter()
+                .zip(&parts)
+                .map(|(model, rows)| (model.rank(), &rows[row]))
+                .collect();
+            PrefixKv::whole_of(&model.info().kv, &shards)
+        };
+        (0..kinds.len()).map(whole).collect::<Result<_, _>>()?
+    };
     let rows = kinds
         .into_iter()
         .zip(prefixes)
@@ -142,8 +159,8 @@ pub(crate) async fn publish(
 }
 
 /// One small forward, so that the first request meets warm weights and threads.
-pub(crate) fn warm_up(model: &Model) -> Result<(), StageError> {
-    let info = model.info();
+pub(crate) fn warm_up(ranks: &Ranks) -> Result<(), StageError> {
+    let info = ranks.info();
     let Some(bucket) = info.buckets.first() else {
         return Ok(());
     };
@@ -155,7 +172,7 @@ pub(crate) fn warm_up(model: &Model) -> Result<(), StageError> {
         width: bucket.width,
         negative_row: false,
     };
-    prefill(model, &order).map(drop)
+    prefill(ranks, &order).map(drop)
 }
 
 #[cfg(test)]

@@ -2,9 +2,9 @@
 use std::sync::Arc;
 
 use base::clock;
-use model::{DenoiseJob, Latents, Model, PrefixKv};
-use parallel::RankContext;
-use stage::StageError;
+use model::{DenoiseJob, JobSpec, Latents, ModelError, PrefixKv};
+use parallel::{RankContext, eplb::LayerChange};
+use stage::{Ranks, StageError};
 use telemetry::{Metrics, names};
 
 use crate::batch::{Denoiser, Weight};
@@ -12,21 +12,99 @@ use crate::batch::{Denoiser, Weight};
 /// Side of the latents that the decoder warms up with.
 const WARM_UP_SIDE: usize = 2;
 
-/// Steps [`DenoiseJob`]s.
+/// One picture in the making on all ranks of the worker.
+#[derive(Debug)]
+pub(crate) struct RankJob {
+    /// In the order of ranks; never empty.
+    parts: Vec<DenoiseJob>,
+}
+
+impl RankJob {
+    /// A job on every rank, each with its part of the whole prefixes in `spec`.
+    pub(crate) fn new(ranks: &Ranks, spec: &JobSpec) -> Result<Self, StageError> {
+        let part = |model: &Arc<model::Model>| {
+            let own = |whole: &Option<Arc<PrefixKv>>| {
+                // A single rank needs all of it and copies nothing.
+                if ranks.models().len() == 1 {
+                    return Ok(whole.clone());
+                }
+                let part = whole
+                    .as_ref()
+                    .map(|p| p.part_of(model.rank()).map(Arc::new));
+                part.transpose()
+            };
+            let spec = JobSpec {
+                cond: own(&spec.cond)?,
+                uncond: own(&spec.uncond)?,
+                ..spec.clone()
+            };
+            DenoiseJob::new(model, spec)
+        };
+        let parts = ranks.models().iter().map(part);
+        Ok(Self {
+            parts: parts.collect::<Result<_, ModelError>>()?,
+        })
+    }
+
+    fn first(&self) -> &DenoiseJob {
+        &self.parts[0]
+    }
+
+    /// The latents, from a rank that has them: the first pipeline stage always does.
+    pub(crate) fn latents(&self) -> Result<Latents, StageError> {
+        Ok(self.first().latents()?)
+    }
+}
+
+/// Steps [`RankJob`]s.
 #[derive(Debug)]
 pub(crate) struct ModelDenoiser {
-    pub(crate) model: Arc<Model>,
+    pub(crate) ranks: Arc<Ranks>,
     pub(crate) metrics: Metrics,
 }
 
-impl Denoiser for ModelDenoiser {
-    type Job = DenoiseJob;
+impl ModelDenoiser {
+    /// What moved between this step and the next. Ranks of one expert-parallel group say the same, so one
+    /// of them speaks for each layer.
+    fn report(&self, by_rank: &[Vec<LayerChange>]) {
+        let mut layers: Vec<&LayerChange> = by_rank.iter().flatten().collect();
+        layers.sort_by_key(|change| change.layer);
+        layers.dedup_by_key(|change| change.layer);
+        if layers.is_empty() {
+            return;
+        }
+        let mean = |pick: fn(&LayerChange) -> f64| {
+            layers.iter().map(|change| pick(change)).sum::<f64>() / layers.len() as f64
+        };
+        let (before, after) = (mean(|c| c.before), mean(|c| c.after));
+        let moves: usize = layers.iter().map(|change| change.moves.len()).sum();
+        for (when, value) in [("before", before), ("after", after)] {
+            self.metrics
+                .set(&names::STAGE_IMBALANCE, &["dit-worker", when], value);
+        }
+        self.metrics
+            .add(&names::STAGE_EXPERT_MOVES, &["dit-worker"], moves as u64);
+        tracing::info!(layers = layers.len(), moves, before, after, "experts moved");
+    }
+}
 
-    fn step(&self, jobs: &mut [&mut DenoiseJob]) -> Result<(), StageError> {
+impl Denoiser for ModelDenoiser {
+    type Job = RankJob;
+
+    fn step(&self, jobs: &mut [&mut RankJob]) -> Result<(), StageError> {
         let start = clock::now();
-        let rows: usize = jobs.iter().map(|job| job.rows()).sum();
-        let tokens: usize = jobs.iter().map(|job| job.tokens()).sum();
-        self.model.denoise_step(&RankContext::single(), jobs)?;
+        let rows: usize = jobs.iter().map(|job| job.first().rows()).sum();
+        let tokens: usize = jobs.iter().map(|job| job.first().tokens()).sum();
+        let count = self.ranks.models().len();
+        let mut by_rank: Vec<Vec<&mut DenoiseJob>> = (0..count).map(|_| Vec::new()).collect();
+        for job in jobs.iter_mut() {
+            for (own, part) in by_rank.iter_mut().zip(&mut job.parts) {
+                own.push(part);
+            }
+        }
+        self.ranks.run(by_rank, |model, ctx, mut own| {
+            model.denoise_step(ctx, &mut own)
+        })?;
         let elapsed = clock::now().saturating_duration_since(start);
         self.metrics
             .observe(&names::STAGE_STEP, &["dit-worker", "denoise"], elapsed);
@@ -37,15 +115,20 @@ impl Denoiser for ModelDenoiser {
         Ok(())
     }
 
-    fn steps_done(&self, job: &DenoiseJob) -> usize {
-        job.step()
+    fn steps_done(&self, job: &RankJob) -> usize {
+        job.first().step()
     }
 
-    fn is_done(&self, job: &DenoiseJob) -> bool {
-        job.is_done()
+    fn is_done(&self, job: &RankJob) -> bool {
+        job.first().is_done()
     }
 
-    fn check(&self, job: &DenoiseJob) -> Result<(), StageError> {
+    fn check(&self, job: &RankJob) -> Result<(), StageError> {
+        let steps = job.first().step();
+        if job.parts.iter().any(|part| part.step() != steps) {
+            let message = "the ranks of a job are at different steps".to_owned();
+            return Err(ModelError::Internal(message).into());
+        }
         if job.latents()?.is_finite() {
             Ok(())
         } else {
@@ -55,17 +138,17 @@ impl Denoiser for ModelDenoiser {
 }
 
 /// What a job weighs in a step.
-pub(crate) fn weight(job: &DenoiseJob) -> Weight {
+pub(crate) fn weight(job: &RankJob) -> Weight {
     Weight {
-        rows: job.rows(),
-        tokens: job.tokens(),
+        rows: job.first().rows(),
+        tokens: job.first().tokens(),
     }
 }
 
 /// One step of the smallest picture on a one-token prefix and the decode of a few latents, so that the
 /// first request meets warm weights and threads.
-pub(crate) fn warm_up(model: &Model) -> Result<(), StageError> {
-    let info = model.info();
+pub(crate) fn warm_up(ranks: &Ranks) -> Result<(), StageError> {
+    let info = ranks.info();
     let Some(bucket) = info
         .buckets
         .iter()
@@ -76,22 +159,30 @@ pub(crate) fn warm_up(model: &Model) -> Result<(), StageError> {
     // One token of zeros: the shape of a prefix without the work of one.
     let values = info.kv.elements_per_token();
     let prefix = Arc::new(PrefixKv::new(info.kv, 1, vec![0.0; values])?);
-    let spec = model::JobSpec {
+    // Ranks over guidance rows have nothing to do without guidance.
+    let guidance = if ranks.plan().cfg > 1 {
+        info.default_guidance
+    } else {
+        1.0
+    };
+    let spec = JobSpec {
         height: bucket.height,
         width: bucket.width,
         steps: 1,
-        guidance: 1.0,
+        guidance,
         seed: 0,
-        cond: Some(prefix),
-        uncond: None,
+        cond: Some(Arc::clone(&prefix)),
+        uncond: Some(prefix),
     };
-    let context = RankContext::single();
-    let mut job = DenoiseJob::new(model, spec)?;
-    model.denoise_step(&context, &mut [&mut job])?;
-    let channels = job.latents()?.channels();
+    let job = RankJob::new(ranks, &spec)?;
+    ranks.run(job.parts, |model, ctx, mut job| {
+        model.denoise_step(ctx, &mut [&mut job])
+    })?;
+    let model = ranks.first();
+    let channels = model.config().vae.latent_channels;
     let few = vec![0.0; channels * WARM_UP_SIDE * WARM_UP_SIDE];
     model.decode(
-        &context,
+        &RankContext::single(),
         &Latents::new(channels, WARM_UP_SIDE, WARM_UP_SIDE, few)?,
     )?;
     Ok(())

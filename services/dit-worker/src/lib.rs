@@ -25,6 +25,10 @@ pub use service::DitWorker;
 pub struct DitWorkerConfig {
     /// Checkpoint directory.
     pub model: PathBuf,
+    /// How the model is spread over the ranks of this worker.
+    pub plan: parallel::Plan,
+    /// Whether and how experts move between ranks.
+    pub balance: model::BalanceOptions,
     /// Client side of KV transfer.
     pub client: ClientConfig,
     /// Bounds of one packed step.

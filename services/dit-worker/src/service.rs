@@ -6,7 +6,7 @@ use std::{
 
 use base::{Failure, Fault as _, MemberId, clock, limits::EVENT_QUEUE};
 use kv_transfer::KvClient;
-use model::{DenoiseJob, JobSpec, LoadOptions, Model, Parts};
+use model::{JobSpec, Parts};
 use proto::{
     names,
     v1::{
@@ -17,7 +17,7 @@ use proto::{
     },
 };
 use registry::{Load, Role};
-use stage::{Engine, Gate, Stage, StageError, info};
+use stage::{Engine, Gate, RankLoad, Ranks, Stage, StageError, info};
 use telemetry::{Metrics, names as metric};
 use tokio::sync::{Semaphore, SemaphorePermit, mpsc};
 use tokio_stream::{Stream, wrappers::ReceiverStream};
@@ -26,7 +26,7 @@ use tonic::{Request, Response, Status, service::RoutesBuilder};
 use crate::{
     DitWorkerConfig,
     batch::Finished,
-    denoiser::{ModelDenoiser, warm_up, weight},
+    denoiser::{ModelDenoiser, RankJob, warm_up, weight},
     fetch::{self, Leases},
     order::Order,
     picture,
@@ -59,8 +59,8 @@ pub struct DitWorker {
 
 #[derive(Debug)]
 struct Loaded {
-    model: Arc<Model>,
-    steps: StepLoop<DenoiseJob>,
+    ranks: Arc<Ranks>,
+    steps: StepLoop<RankJob>,
 }
 
 type Events = mpsc::Sender<Result<DenoiseResponse, Status>>;
@@ -101,7 +101,7 @@ impl DitWorker {
     /// One request from its prefixes to its picture.
     async fn denoise(&self, request: DenoiseRequest, events: &Events) -> Result<(), StageError> {
         let loaded = self.loaded()?;
-        let order = Order::new(request, loaded.model.info())?;
+        let order = Order::new(request, loaded.ranks.info())?;
         let _place = self
             .inside
             .try_acquire()
@@ -120,7 +120,7 @@ impl DitWorker {
         drop(leases);
         drop(resident);
 
-        let model = Arc::clone(&loaded.model);
+        let model = Arc::clone(loaded.ranks.first());
         let picture = self
             .decode
             .run(move || picture::make(&model, &latents))
@@ -150,12 +150,12 @@ impl DitWorker {
         loaded: &Loaded,
         order: &Order,
         events: &Events,
-    ) -> Result<(DenoiseJob, Leases), StageError> {
+    ) -> Result<(RankJob, Leases), StageError> {
         let start = clock::now();
         let fetched = fetch::both(
             &self.client,
             order,
-            &loaded.model.info().kv,
+            &loaded.ranks.info().kv,
             &self.member_id,
         )
         .await?;
@@ -165,11 +165,11 @@ impl DitWorker {
             transport: fetched.transport(),
         };
         send(events, Event::Started(started)).await?;
-        let model = Arc::clone(&loaded.model);
+        let ranks = Arc::clone(&loaded.ranks);
         let order = order.clone();
         self.prepare
             .run(move || {
-                let (cond, uncond, leases) = fetched.into_prefixes(model.info().kv)?;
+                let (cond, uncond, leases) = fetched.into_prefixes(ranks.info().kv)?;
                 let spec = JobSpec {
                     height: order.height,
                     width: order.width,
@@ -179,7 +179,7 @@ impl DitWorker {
                     cond: Some(Arc::new(cond)),
                     uncond: uncond.map(Arc::new),
                 };
-                Ok::<_, StageError>((DenoiseJob::new(&model, spec)?, leases))
+                Ok::<_, StageError>((RankJob::new(&ranks, &spec)?, leases))
             })
             .await?
     }
@@ -187,10 +187,10 @@ impl DitWorker {
 
 /// Passes progress on until the job ends.
 async fn follow(
-    mut ticket: Ticket<DenoiseJob>,
+    mut ticket: Ticket<RankJob>,
     steps: usize,
     events: &Events,
-) -> Result<Finished<DenoiseJob>, StageError> {
+) -> Result<Finished<RankJob>, StageError> {
     if ticket.ahead > 0 {
         queued(events, ticket.ahead).await?;
     }
@@ -237,27 +237,34 @@ impl Stage for DitWorker {
     }
 
     async fn load(&self) -> Result<v1::ModelInfo, StageError> {
-        let dir = self.config.model.clone();
-        let model = self
+        let (dir, plan) = (self.config.model.clone(), self.config.plan);
+        let balance = self.config.balance;
+        let ranks = self
             .prepare
             .run(move || {
-                let options = LoadOptions {
-                    parts: Parts::DENOISE,
-                    ..LoadOptions::default()
+                let parts = Parts {
+                    vae_decoder: false,
+                    ..Parts::DENOISE
                 };
-                let model = Model::open(&dir, options)?;
-                warm_up(&model)?;
-                Ok::<_, StageError>(Arc::new(model))
+                let load = RankLoad {
+                    parts,
+                    alone: Parts::DENOISE,
+                    plan,
+                    balance,
+                };
+                let ranks = Ranks::open(&dir, load)?;
+                warm_up(&ranks)?;
+                Ok::<_, StageError>(Arc::new(ranks))
             })
             .await??;
         let denoiser = ModelDenoiser {
-            model: Arc::clone(&model),
+            ranks: Arc::clone(&ranks),
             metrics: self.metrics.clone(),
         };
         let steps = StepLoop::start(denoiser, self.config.limits, self.bound)?;
-        let info = info::model_to_proto(model.info());
+        let info = info::model_to_proto(ranks.info());
         // Loaded once; a second load would change nothing.
-        let _ = self.loaded.set(Loaded { model, steps });
+        let _ = self.loaded.set(Loaded { ranks, steps });
         Ok(info)
     }
 

@@ -12,6 +12,8 @@ use kv_transfer::{
     ClientConfig, Host, ServiceConfig,
     engine::{EngineConfig, Transport},
 };
+use model::BalanceOptions;
+use parallel::eplb::EplbConfig;
 use registry::{Backend, EtcdConfig, EtcdTls, EtcdUser, RegistryError};
 use router::{RouterConfig, admission::Limits};
 use stage::HostConfig;
@@ -133,6 +135,7 @@ fn plan(role: Role, settings: &Settings, file: Option<&Path>) -> Result<Plan, Om
             client.ttl = settings.seconds("prefix_ttl_s")?;
             let config = ArStageConfig {
                 model: model_dir(settings)?,
+                plan: parallel_plan(settings, "plan")?,
                 kv_transfer: settings.url("kv_transfer")?,
                 client,
                 max_queue: settings.count("max_queue", 1)?,
@@ -142,6 +145,8 @@ fn plan(role: Role, settings: &Settings, file: Option<&Path>) -> Result<Plan, Om
         Role::DitWorker => {
             let config = DitWorkerConfig {
                 model: model_dir(settings)?,
+                plan: parallel_plan(settings, "plan")?,
+                balance: balance(settings)?,
                 client: ClientConfig::new(engine(settings)?),
                 limits: StepLimits {
                     max_rows: settings.count("max_rows", 1)?,
@@ -306,6 +311,30 @@ fn threads(settings: &Settings) -> Result<usize, OmniError> {
         )));
     }
     Ok(threads)
+}
+
+/// How experts move between the ranks of a worker.
+fn balance(settings: &Settings) -> Result<BalanceOptions, OmniError> {
+    let interval_steps = settings.count("eplb_interval", 0)?;
+    Ok(BalanceOptions {
+        eplb: EplbConfig {
+            enabled: interval_steps > 0,
+            interval_steps: interval_steps.max(1),
+        },
+        extra_slots: settings.count("eplb_extra_slots", 0)?,
+        hosts: 1,
+    })
+}
+
+/// A setting that is a plan; whether it fits the model is seen when that is loaded.
+pub(crate) fn parallel_plan(
+    settings: &Settings,
+    key: &'static str,
+) -> Result<parallel::Plan, OmniError> {
+    let text = settings.text(key)?;
+    text.parse().map_err(|error: parallel::ParallelError| {
+        OmniError::Config(format!("{key} {text:?}: {error}"))
+    })
 }
 
 /// The checkpoint directory, which must at least be one.

@@ -115,6 +115,12 @@ const TRANSPORT: Setting = setting(
     Value("shm"),
     "How prefix KV travels: shm (shared memory) or tcp",
 );
+const PLAN: Setting = setting(
+    "plan",
+    "PLAN",
+    Value("single"),
+    "Ranks of this process, for example cfg=2,tp=2,ep=cfg+tp (axes pp, cfg, ring, ulysses, tp)",
+);
 const THREADS: Setting = setting("threads", "N", Value("0"), "Compute threads; 0: one a core");
 
 const HTTP_LISTEN: Setting = setting(
@@ -177,7 +183,7 @@ const KV_TRANSFER: [Setting; 4] = [
     ),
 ];
 
-const AR_STAGE: [Setting; 9] = [
+const AR_STAGE: [Setting; 10] = [
     DRAIN_GRACE,
     setting(
         "listen",
@@ -188,6 +194,7 @@ const AR_STAGE: [Setting; 9] = [
     REGISTRY,
     KV_ENDPOINT,
     MODEL,
+    PLAN,
     TRANSPORT,
     THREADS,
     setting(
@@ -204,7 +211,7 @@ const AR_STAGE: [Setting; 9] = [
     ),
 ];
 
-const DIT_WORKER: [Setting; 10] = [
+const DIT_WORKER: [Setting; 13] = [
     DRAIN_GRACE,
     setting(
         "listen",
@@ -215,6 +222,7 @@ const DIT_WORKER: [Setting; 10] = [
     REGISTRY,
     KV_ENDPOINT,
     MODEL,
+    PLAN,
     TRANSPORT,
     THREADS,
     setting(
@@ -230,10 +238,34 @@ const DIT_WORKER: [Setting; 10] = [
         Value("65536"),
         "Query tokens in one packed step",
     ),
+    setting(
+        "eplb_interval",
+        "STEPS",
+        Value("0"),
+        "Steps between two rebalancings of experts over ranks; 0: never",
+    ),
+    setting(
+        "eplb_extra_slots",
+        "N",
+        Value("1"),
+        "Expert slots of a rank beyond an even share, for replicas of hot experts",
+    ),
 ];
 
-const UP: [Setting; 8] = [
+const UP: [Setting; 10] = [
     MODEL,
+    setting(
+        "ar_plan",
+        "PLAN",
+        Unset,
+        "Plan of the AR stage, see its --plan",
+    ),
+    setting(
+        "dit_plan",
+        "PLAN",
+        Unset,
+        "Plan of the DiT worker, see its --plan",
+    ),
     HTTP_LISTEN,
     setting(
         "listen",

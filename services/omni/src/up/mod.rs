@@ -34,6 +34,8 @@ const ANY_PORT: &str = "127.0.0.1:0";
 #[derive(Debug, Clone)]
 pub(crate) struct UpConfig {
     pub(crate) model: PathBuf,
+    /// Plans of the AR stage and of the DiT worker, where they are given.
+    pub(crate) plans: [Option<parallel::Plan>; 2],
     pub(crate) listen: std::net::SocketAddr,
     pub(crate) http_listen: std::net::SocketAddr,
     pub(crate) transport: &'static str,
@@ -53,8 +55,15 @@ impl UpConfig {
         settings: &Settings,
         config: Option<&Path>,
     ) -> Result<Self, OmniError> {
+        let plan = |key| {
+            let given = settings.get(key).is_some();
+            given
+                .then(|| crate::roles::parallel_plan(settings, key))
+                .transpose()
+        };
         Ok(Self {
             model: crate::roles::model_dir(settings)?,
+            plans: [plan("ar_plan")?, plan("dit_plan")?],
             listen: settings.socket("listen")?,
             http_listen: crate::roles::http_listen(settings)?,
             transport: settings.one_of("transport", &[("shm", "shm"), ("tcp", "tcp")])?,
@@ -144,8 +153,13 @@ async fn start(config: &UpConfig, fleet: &mut Vec<Child>) -> Result<Announcement
         ("--kv-transfer", kv.endpoint),
         ("--model", config.model.to_string_lossy().into_owned()),
     ];
-    let ar = launch(Role::ArStage, config.arguments(&stage), fleet).await?;
-    let dit = launch(Role::DitWorker, config.arguments(&stage), fleet).await?;
+    let with = |plan: &Option<parallel::Plan>| {
+        let plan = plan.map(|plan| ("--plan", plan.to_string()));
+        config.arguments(&stage.iter().cloned().chain(plan).collect::<Vec<_>>())
+    };
+    let [ar_plan, dit_plan] = &config.plans;
+    let ar = launch(Role::ArStage, with(ar_plan), fleet).await?;
+    let dit = launch(Role::DitWorker, with(dit_plan), fleet).await?;
     healthy(&ar, fleet).await?;
     healthy(&dit, fleet).await?;
     healthy(&router, fleet).await?;

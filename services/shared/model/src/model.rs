@@ -4,9 +4,10 @@ use std::path::Path;
 
 use kernels::Tensor;
 use kv::{KvDType, KvGeometry};
+use parallel::eplb::LayerChange;
 use parallel::{Plan, RankContext};
 
-use crate::backbone::{Backbone, NoProbe, Probe};
+use crate::backbone::{Backbone, BalanceOptions, NoProbe, Probe};
 use crate::buckets::{Bucket, BucketSet, ResolutionGroup};
 use crate::config::{ModelConfig, Template};
 use crate::diffusion::{DenoiseJob, ImageHead, ImageStem, Modules, Observer};
@@ -85,6 +86,8 @@ pub struct LoadOptions {
     pub plan: Plan,
     /// Number of the rank within the plan.
     pub rank: usize,
+    /// Whether and how experts move between ranks.
+    pub balance: BalanceOptions,
 }
 
 /// What a model says about itself.
@@ -176,7 +179,7 @@ impl Model {
         let stem = parts.diffusion || parts.vae_encoder;
         Ok(Self {
             backbone: decoder
-                .then(|| Backbone::load(&root, &config, &rank, parts.text))
+                .then(|| Backbone::load(&root, &config, &rank, &options.balance, parts.text))
                 .transpose()?,
             stem: stem.then(|| ImageStem::load(&root, &config)).transpose()?,
             head: parts
@@ -312,6 +315,16 @@ impl Model {
             ctx,
         };
         agreed(ctx, modules.denoise_step(jobs, probe, observe))
+    }
+
+    /// Ends a step for the balance of experts: at the end of an interval, hot experts get replicas and
+    /// experts move between ranks. Called by every rank between the same two steps, with what changed as
+    /// the answer; results of later steps are the same with and without.
+    ///
+    /// # Errors
+    /// `Ranks` when another rank fails.
+    pub fn rebalance(&self, ctx: &RankContext) -> Result<Vec<LayerChange>, ModelError> {
+        agreed(ctx, self.backbone()?.rebalance(ctx))
     }
 
     /// The picture of denoised latents.

@@ -144,6 +144,38 @@ impl PrefixKv {
         Self::of_rank(rank, &self.geometry, tokens, data)
     }
 
+    /// The whole prefix of a model of geometry `whole` out of the parts its ranks computed; the inverse of
+    /// [`PrefixKv::part_of`].
+    ///
+    /// # Errors
+    /// `Internal` when parts are missing or belong to different prefixes.
+    pub fn whole_of(whole: &KvGeometry, parts: &[(&RankShard, &Self)]) -> Result<Self, ModelError> {
+        let refused = |e: kv::KvError| ModelError::Internal(format!("parts of a prefix: {e}"));
+        let tokens = parts.first().map_or(0, |(_, part)| part.tokens());
+        let mut sources = Vec::with_capacity(parts.len());
+        for (rank, part) in parts {
+            let shard = KvShard {
+                tokens: part.held().to_vec(),
+                ..rank.kv_shard(tokens)?
+            };
+            let fits = part.tokens() == tokens && part.data.len() == shard.elements(whole);
+            if !fits {
+                let message = "parts of different prefixes".to_owned();
+                return Err(ModelError::Internal(message));
+            }
+            sources.push(shard);
+        }
+        let wanted = KvShard::whole(whole, tokens);
+        let copies = Reshard::new(whole, tokens, &sources, std::slice::from_ref(&wanted));
+        let mut data = vec![0.0; values(whole, tokens)?];
+        for copy in copies.map_err(refused)?.copies() {
+            let from = copy.src_offset..copy.src_offset + copy.len;
+            let source = &parts[copy.src].1.data[from];
+            data[copy.dst_offset..copy.dst_offset + copy.len].copy_from_slice(source);
+        }
+        Self::new(*whole, tokens, data)
+    }
+
     /// Layers, heads, head size and type.
     pub fn geometry(&self) -> &KvGeometry {
         &self.geometry

@@ -11,10 +11,11 @@ use common::{Case, divisible, ids};
 use model::backbone::NoProbe;
 use model::input::RowInput;
 use model::{
-    DenoiseJob, JobOptions, JobSpec, KvCache, Latents, LoadOptions, Model, Parts, PrefixKv,
-    RankShard,
+    BalanceOptions, DenoiseJob, JobOptions, JobSpec, KvCache, Latents, LoadOptions, Model, Parts,
+    PrefixKv, RankShard,
 };
 use parallel::collective::threads;
+use parallel::eplb::EplbConfig;
 use parallel::{Axis, Plan, RankContext, RingPrefix, SharedExpert};
 
 /// Long enough never to be reached by ranks that are well.
@@ -22,6 +23,10 @@ const PATIENT: Duration = Duration::from_secs(60);
 const SEED: u64 = 11;
 
 fn open(plan: Plan, rank: usize) -> Model {
+    open_with(plan, rank, BalanceOptions::default())
+}
+
+fn open_with(plan: Plan, rank: usize, balance: BalanceOptions) -> Model {
     let parts = Parts {
         vae_decoder: false,
         text: true,
@@ -31,6 +36,7 @@ fn open(plan: Plan, rank: usize) -> Model {
         parts,
         plan,
         rank,
+        balance,
         ..LoadOptions::default()
     };
     Model::random(divisible(), options, SEED).unwrap()
@@ -150,6 +156,51 @@ fn assert_plans_equal_one_rank(ranks: usize) {
     }
 }
 
+#[test]
+fn experts_that_move_between_steps_change_no_picture() {
+    let whole = open(Plan::default(), 0);
+    let want = denoise(&whole, &whole, &RankContext::single());
+    for text in [
+        "ulysses=2,ep=ulysses",
+        "cfg=2,ulysses=2,ep=cfg+ulysses",
+        "tp=2,ep=tp",
+    ] {
+        let plan: Plan = text.parse().unwrap();
+        let ranks = threads::on_ranks(&plan, PATIENT, |ctx| {
+            let balance = BalanceOptions {
+                eplb: EplbConfig {
+                    enabled: true,
+                    interval_steps: 2,
+                },
+                extra_slots: 1,
+                hosts: 1,
+            };
+            let model = open_with(plan, ctx.rank(), balance);
+            let (mut moved, mut before, mut after) = (0, 0.0, 0.0);
+            // The first interval counts and moves, the second runs on what was moved.
+            for _ in 0..2 {
+                assert_eq!(denoise(&whole, &model, &ctx).len(), want.len());
+                assert!(model.rebalance(&ctx).unwrap().is_empty());
+                for change in model.rebalance(&ctx).unwrap() {
+                    moved += change.moves.len();
+                    before += change.before;
+                    after += change.after;
+                }
+            }
+            (denoise(&whole, &model, &ctx), moved, before, after)
+        });
+        for (got, moved, before, after) in ranks.unwrap() {
+            assert!(moved > 0, "{text}: no expert has moved");
+            assert!(after < before, "{text}: {before} to {after}");
+            for (got, want) in got.iter().zip(&want) {
+                let (got, want) = (got.as_ref().unwrap(), want.as_ref().unwrap());
+                assert_near(text, got.data(), want.data());
+                assert!(plan.tp > 1 || got == want, "{text}: bits differ");
+            }
+        }
+    }
+}
+
 /// Keys and values, and hidden states, of one rank after each of several passes.
 struct Written {
     prefixes: Vec<PrefixKv>,
@@ -209,7 +260,16 @@ fn assert_prefills_equal_one_rank(ranks: usize) {
             ring_prefix: RingPrefix::Sharded,
             ..plan
         };
-        for (rank, got) in on_ranks(plan, write).into_iter().enumerate() {
+        let all = on_ranks(plan, write);
+        let shards: Vec<RankShard> = (0..all.len())
+            .map(|rank| RankShard::new(whole.config(), &plan, rank).unwrap())
+            .collect();
+        for (index, want) in want.prefixes.iter().enumerate() {
+            let parts = shards.iter().zip(all.iter().map(|w| &w.prefixes[index]));
+            let joined = PrefixKv::whole_of(want.geometry(), &parts.collect::<Vec<_>>()).unwrap();
+            assert_near(&format!("{plan:?}, joined"), joined.data(), want.data());
+        }
+        for (rank, got) in all.into_iter().enumerate() {
             let what = format!("{plan:?}, rank {rank}");
             for (got, want) in got.hidden.iter().zip(&want.hidden) {
                 assert_near(&what, got, want);

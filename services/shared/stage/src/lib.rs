@@ -7,8 +7,10 @@ mod error;
 mod gate;
 pub mod host;
 pub mod info;
+mod ranks;
 
 pub use engine::Engine;
 pub use error::{StageError, model_code};
 pub use gate::Gate;
 pub use host::{HostConfig, Stage};
+pub use ranks::{RANK_PATIENCE, RankLoad, Ranks};

@@ -73,6 +73,10 @@ table! {
         "Jobs waiting for a step boundary";
     STAGE_RUNNING = "omni_stage_running", Gauge, ["stage"],
         "Jobs being computed";
+    STAGE_IMBALANCE = "omni_stage_expert_imbalance", Gauge, ["stage", "when"],
+        "Load of the busiest rank over the mean, over the layers of the last rebalancing of experts";
+    STAGE_EXPERT_MOVES = "omni_stage_expert_moves_total", Counter, ["stage"],
+        "Experts copied to another rank";
     TRANSFER_BYTES = "omni_transfer_bytes_total", Counter, ["transport", "direction"],
         "Payload bytes moved";
     TRANSFER_DURATION = "omni_transfer_duration_seconds", Seconds, ["transport", "direction"],

@@ -4,6 +4,7 @@ use kernels::{RopeTable, Tensor, add_assign, rms_norm};
 use parallel::{Axis, RankContext};
 
 use super::attention::Attention;
+use super::balance::Balance;
 use super::moe::Moe;
 use super::packing::Packing;
 use super::probe::{Probe, Site};
@@ -58,6 +59,7 @@ impl Layer {
         config: &ModelConfig,
         rank: &RankShard,
         index: usize,
+        balance: Option<&Balance>,
     ) -> Result<Self, ModelError> {
         let hidden = config.hidden_size;
         let norm = |name: &str| scope.child(name).f32("weight", &[hidden]);
@@ -68,8 +70,13 @@ impl Layer {
             input_norm: norm("input_layernorm")?,
             post_norm: norm("post_attention_layernorm")?,
             attention: Attention::load(&scope.child("self_attn"), config, rank, local)?,
-            moe: Moe::load(&scope.child("mlp"), config, rank, local)?,
+            moe: Moe::load(&scope.child("mlp"), config, rank, local, balance)?,
         })
+    }
+
+    /// The experts.
+    pub(super) fn moe(&self) -> &Moe {
+        &self.moe
     }
 
     /// Runs the layer over this rank's packed tokens; fresh keys and values go where each row says.

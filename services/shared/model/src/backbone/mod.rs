@@ -4,6 +4,7 @@
 //! request.
 
 mod attention;
+mod balance;
 mod layer;
 mod moe;
 mod packing;
@@ -11,9 +12,12 @@ mod probe;
 mod row;
 
 use kernels::{LinearWeight, RopeTable, Tensor, embedding, linear, rms_norm};
+use parallel::eplb::LayerChange;
 use parallel::sp_plan::SpTensor;
 use parallel::{Axis, AxisSet, RankContext};
 
+use self::balance::Balance;
+pub use self::balance::BalanceOptions;
 use self::layer::{Layer, Pass};
 use self::packing::Packing;
 pub use self::probe::{NoProbe, Probe, Site};
@@ -39,6 +43,7 @@ pub struct Backbone {
     hidden: usize,
     embedding: Tensor,
     layers: Vec<Layer>,
+    balance: Option<Balance>,
     head: Option<TextHead>,
 }
 
@@ -55,6 +60,7 @@ impl Backbone {
         root: &Scope<'_>,
         config: &ModelConfig,
         rank: &RankShard,
+        balance: &BalanceOptions,
         with_text_head: bool,
     ) -> Result<Self, ModelError> {
         let model = root.child("model");
@@ -68,15 +74,30 @@ impl Backbone {
             })
         });
         let own = rank.layers();
+        let balance = Balance::new(config, rank, balance)?;
         Ok(Self {
             rank: rank.clone(),
             hidden,
             embedding: model.child("wte").tensor("weight", &[vocab, hidden])?,
             layers: own
-                .map(|l| Layer::load(&layers.child(l), config, rank, l))
+                .map(|l| Layer::load(&layers.child(l), config, rank, l, balance.as_ref()))
                 .collect::<Result<_, _>>()?,
+            balance,
             head: head.transpose()?,
         })
+    }
+
+    /// See [`crate::Model::rebalance`].
+    pub(crate) fn rebalance(&self, ctx: &RankContext) -> Result<Vec<LayerChange>, ModelError> {
+        self.rank.check(ctx)?;
+        let Some(balance) = &self.balance else {
+            return Ok(Vec::new());
+        };
+        let mut changes = balance.end_step(ctx, &self.rank, &self.layers)?;
+        for change in &mut changes {
+            change.layer += self.rank.layers().start;
+        }
+        Ok(changes)
     }
 
     /// Token embeddings, `[ids, hidden]`.

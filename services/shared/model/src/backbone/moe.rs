@@ -4,14 +4,18 @@
 //! Spread experts get their tokens by an all-to-all and no token is dropped.
 
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError, RwLock};
 
 use kernels::{
-    ExpertWeights, LinearWeight, Routing, Tensor, add_assign, linear, moe_combine, moe_experts,
-    moe_route, swiglu_up_gate,
+    DType, ExpertWeights, LinearWeight, Routing, Tensor, add_assign, bf16, linear, moe_combine,
+    moe_experts, moe_route, swiglu_up_gate,
 };
-use parallel::eplb::Placement;
-use parallel::{Axis, ExpertDispatch, SharedExpert, even_range, gate_up_rows, near_even_range};
+use parallel::eplb::{ExpertMove, Placement};
+use parallel::{
+    Axis, Collective, ExpertDispatch, SharedExpert, even_range, gate_up_rows, near_even_range,
+};
 
+use super::balance::Balance;
 use super::layer::Pass;
 use super::probe::{Probe, Site};
 use crate::config::{ModelConfig, MoeConfig};
@@ -27,13 +31,23 @@ pub(super) struct Moe {
     top_k: usize,
     renormalise: bool,
     router: LinearWeight,
-    experts: ExpertWeights,
-    /// Where each expert is, when they are spread over ranks.
-    placement: Option<Placement>,
+    /// Changed between steps only.
+    bank: RwLock<Bank>,
+    /// Choices of each expert by this rank's tokens, where experts are balanced.
+    counts: Option<Mutex<Vec<u64>>>,
     /// Tensor-parallel ranks, and whether experts are spread over them.
     tp: Place,
     over_tp: bool,
     shared: Option<SharedMlp>,
+}
+
+/// The experts of this rank.
+#[derive(Debug)]
+struct Bank {
+    /// By slot.
+    experts: ExpertWeights,
+    /// Where each expert is, when they are spread over ranks.
+    placement: Option<Placement>,
 }
 
 #[derive(Debug)]
@@ -52,26 +66,28 @@ struct Inner {
 }
 
 impl Moe {
-    /// `index` counts within this rank's layers.
+    /// `index` counts within this rank's layers; `balance` says where experts begin when they will move.
     pub(super) fn load(
         scope: &Scope<'_>,
         config: &ModelConfig,
         rank: &RankShard,
         index: usize,
+        balance: Option<&Balance>,
     ) -> Result<Self, ModelError> {
         let moe = &config.layers[rank.layers().start + index];
         let (plan, tp) = (rank.plan(), rank.place(Axis::Tp));
         let over_tp = tp.size > 1 && plan.ep.contains(Axis::Tp);
         let ep = rank.place(plan.ep);
-        let placement = (ep.size > 1)
-            .then(|| Placement::contiguous(moe.experts, ep.size))
-            .transpose()?;
+        let placement = match balance.and_then(|balance| balance.placement(index)) {
+            None if ep.size > 1 => Some(Placement::contiguous(moe.experts, ep.size)?),
+            placement => placement,
+        };
         let own: Vec<usize> = match &placement {
-            Some(placement) => placement.slots()[ep.index]
-                .iter()
-                .flatten()
-                .copied()
-                .collect(),
+            // A slot that no expert was put into holds any; no token is sent to it.
+            Some(placement) => {
+                let slots = placement.slots()[ep.index].iter();
+                slots.map(|expert| expert.unwrap_or_default()).collect()
+            }
             None => (0..moe.experts).collect(),
         };
         let inner = Inner {
@@ -84,8 +100,11 @@ impl Moe {
             top_k: moe.top_k,
             renormalise: config.norm_topk_prob,
             router: scope.child("gate.wg").linear(hidden, moe.experts)?,
-            experts: load_experts(&scope.child("experts"), moe, hidden, (&own, inner))?,
-            placement,
+            bank: RwLock::new(Bank {
+                experts: load_experts(&scope.child("experts"), moe, hidden, (&own, inner))?,
+                placement,
+            }),
+            counts: balance.map(|_| Mutex::new(vec![0; moe.experts])),
             tp,
             over_tp,
             shared: SharedMlp::load(&scope.child("shared_mlp"), moe, hidden, rank)?,
@@ -144,9 +163,11 @@ impl Moe {
         routing: Routing,
         pass: &Pass<'_, '_>,
     ) -> Result<Tensor, ModelError> {
-        let Some(placement) = &self.placement else {
-            return Ok(moe_experts(x, &routing, &self.experts)?);
+        let bank = self.bank.read().unwrap_or_else(PoisonError::into_inner);
+        let Some(placement) = &bank.placement else {
+            return Ok(moe_experts(x, &routing, &bank.experts)?);
         };
+        self.count(&routing.experts);
         let group = group(pass.ctx, pass.rank.plan().ep)?;
         let hidden = x.dim(1);
         let dispatch = ExpertDispatch::new(placement, &routing.experts, self.top_k, hidden, 0)?;
@@ -160,11 +181,80 @@ impl Moe {
             logits: Tensor::zeros(&[0, 1])?,
             top_k: 1,
         };
-        let computed = moe_experts(&rows, &alone, &self.experts)?;
+        let computed = moe_experts(&rows, &alone, &bank.experts)?;
         let answers = work.answer(group, computed.as_f32()?)?.wait()?;
         let parts = dispatch.collect(&answers)?;
         let parts = Tensor::from_f32(&[parts.len() / hidden, hidden], parts)?;
         Ok(moe_combine(&parts, dispatch.position(), &routing)?)
+    }
+
+    fn count(&self, chosen: &[u32]) {
+        if let Some(counts) = &self.counts {
+            let mut counts = counts.lock().unwrap_or_else(PoisonError::into_inner);
+            for expert in chosen {
+                if let Some(count) = counts.get_mut(*expert as usize) {
+                    *count += 1;
+                }
+            }
+        }
+    }
+
+    /// Choices of each expert by this rank's tokens since the last call.
+    pub(super) fn take_counts(&self) -> Vec<u64> {
+        let Some(counts) = &self.counts else {
+            return Vec::new();
+        };
+        let mut counts = counts.lock().unwrap_or_else(PoisonError::into_inner);
+        let fresh = vec![0; counts.len()];
+        std::mem::replace(&mut counts, fresh)
+    }
+
+    /// Copies experts to the slots they move to and goes over to `placement`. All ranks of the group call
+    /// this with the same moves; nothing is overwritten before every rank has sent what it held.
+    pub(super) fn rearrange(
+        &self,
+        group: &dyn Collective,
+        placement: &Placement,
+        moves: &[ExpertMove],
+    ) -> Result<(), ModelError> {
+        let mut bank = self.bank.write().unwrap_or_else(PoisonError::into_inner);
+        let old = bank.placement.as_ref();
+        let missing = || ModelError::Internal("a move of an expert that is not there".into());
+        let mut kept = Vec::new();
+        for step in moves.iter().filter(|step| step.from == group.index()) {
+            let slots = old.and_then(|old| old.slots().get(step.from));
+            let slot = slots.and_then(|s| s.iter().position(|e| *e == Some(step.expert)));
+            let held = slot.and_then(|slot| bank.experts.expert(slot));
+            let (gate_up, down) = held.ok_or_else(missing)?;
+            if step.to == step.from {
+                kept.push((gate_up.clone(), down.clone()));
+            } else {
+                for weight in [gate_up, down] {
+                    group.send(step.to, weight.to_tensor()?.to_f32_vec())?;
+                }
+            }
+        }
+        let (first, _) = bank.experts.expert(0).ok_or_else(missing)?;
+        let dtype = first.to_tensor()?.dtype();
+        let (hidden, inner) = (bank.experts.hidden(), bank.experts.intermediate());
+        let (mut kept, mut arrived) = (kept.into_iter(), Vec::new());
+        for step in moves.iter().filter(|step| step.to == group.index()) {
+            let (gate_up, down) = if step.from == step.to {
+                kept.next().ok_or_else(missing)?
+            } else {
+                let receive = |shape: [usize; 2]| {
+                    let values = group.recv(step.from)?.wait()?;
+                    Ok::<_, ModelError>(LinearWeight::new(&typed(&shape, values, dtype)?, None)?)
+                };
+                (receive([2 * inner, hidden])?, receive([hidden, inner])?)
+            };
+            arrived.push((step.slot, gate_up, down));
+        }
+        for (slot, gate_up, down) in arrived {
+            bank.experts.replace(slot, gate_up, down)?;
+        }
+        bank.placement = Some(placement.clone());
+        Ok(())
     }
 
     /// The rows of all tensor ranks' shares of `tokens` tokens.
@@ -186,6 +276,17 @@ impl Moe {
         }
         Ok(Tensor::from_f32(&[tokens, hidden], all)?)
     }
+}
+
+/// Values that came from a weight of type `dtype`, in that type again; exact, since they fitted it before.
+fn typed(shape: &[usize], values: Vec<f32>, dtype: DType) -> Result<Tensor, ModelError> {
+    Ok(match dtype {
+        DType::F32 => Tensor::from_f32(shape, values)?,
+        DType::Bf16 => {
+            let narrow = values.into_iter().map(bf16::from_f32);
+            Tensor::from_bf16(shape, narrow.collect())?
+        }
+    })
 }
 
 /// The choices of tokens `share`.
