@@ -13,10 +13,7 @@ use serde_json::Value;
 use std::{fmt, time::Duration};
 use tokio::sync::Semaphore;
 
-use super::{
-    error::HttpError,
-    schema::{Endpoint, Raw},
-};
+use super::{error::HttpError, fields::Endpoint, schema::Raw};
 
 /// Largest body of an edit, in bytes: three pictures, base64 and all.
 pub(super) const MAX_EDIT_BYTES: usize = 48 << 20;

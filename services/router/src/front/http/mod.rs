@@ -1,5 +1,5 @@
 //! The HTTP API that OpenAI clients speak, on a port of its own. It is another spelling of the same
-//! request: fields are checked against one table ([`schema`]), become a `GenerateRequest`, and go
+//! request: fields are checked against one table ([`fields`]), become a `GenerateRequest`, and go
 //! through the same [`Context::accept`] as those of gRPC.
 mod answer;
 mod body;
@@ -7,6 +7,7 @@ mod chat;
 mod encode;
 mod error;
 mod events;
+mod fields;
 mod models;
 mod openapi;
 mod order;
@@ -43,8 +44,9 @@ use self::{
     encode::{Format, MAX_ENCODING, Output},
     error::{HttpError, REQUEST_ID},
     events::{Dialect, Teller},
+    fields::Endpoint,
     order::Order,
-    schema::{Endpoint, Fields},
+    schema::Fields,
 };
 use super::Context;
 use crate::{dispatch::Answer, validate};

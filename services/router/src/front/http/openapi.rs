@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 use super::{
     body::MAX_EDIT_BYTES,
     error::{KINDS, REQUEST_ID},
-    schema::{Endpoint, Field, Kind, fields},
+    fields::{Endpoint, Field, Kind, fields},
 };
 
 /// Version of OpenAPI.

@@ -1,10 +1,19 @@
 //! The table and the checks of every door agree, and nothing is ignored.
-use base::{Code, RequestId, rng::Source};
+use base::{Code, RequestId, limits::MAX_SEED, rng::Source};
 use proptest::prelude::*;
 use proto::v1::{Bucket, ModelInfo};
 use serde_json::json;
 
-use super::{super::order::Order, *};
+use super::{
+    super::{
+        fields::{
+            Endpoint::{Chat, Edits, Generations},
+            FIELDS,
+        },
+        order::Order,
+    },
+    *,
+};
 use crate::validate;
 
 fn parse(endpoint: Endpoint, json: Value) -> Result<Fields, Failure> {

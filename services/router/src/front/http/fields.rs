@@ -1,0 +1,258 @@
+//! The one table of what HTTP clients may send: [`super::schema`] parses requests by it and
+//! [`super::openapi`] documents it. Bounds are those of [`base::limits`], which [`crate::validate`]
+//! checks once more for every door.
+use base::limits::{
+    MAX_GUIDANCE, MAX_IMAGES, MAX_PROMPT_CHARS, MAX_REQUEST_DEADLINE, MAX_SEED, MAX_STEPS,
+};
+
+use super::pictures::MAX_PICTURES;
+
+/// Longest `user` and `model`, in characters.
+const MAX_LABEL_CHARS: usize = 256;
+/// Shortest deadline, in seconds.
+const MIN_DEADLINE: f64 = 0.001;
+
+/// A door with a body.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Endpoint {
+    Generations,
+    Edits,
+    Chat,
+}
+
+/// What a value must be.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Kind {
+    /// At most so many characters.
+    Text(usize),
+    Whole(u64, u64),
+    Number(f64, f64),
+    Flag,
+    Word(&'static [&'static str]),
+    /// A list of them.
+    Words(&'static [&'static str]),
+    /// "auto" or WIDTHxHEIGHT; the model says which.
+    Size,
+    /// A conversation; see [`super::chat`].
+    Messages,
+    /// Uploaded pictures, at most so many.
+    Pictures(usize),
+}
+
+/// One field.
+#[derive(Debug)]
+pub(super) struct Field {
+    pub(super) name: &'static str,
+    pub(super) kind: Kind,
+    pub(super) on: &'static [Endpoint],
+    pub(super) required: bool,
+    /// Ours, unknown to the OpenAI API.
+    pub(super) extension: bool,
+    pub(super) about: &'static str,
+}
+
+use Endpoint::{Chat, Edits, Generations};
+
+const ALL: &[Endpoint] = &[Generations, Edits, Chat];
+const IMAGES: &[Endpoint] = &[Generations, Edits];
+
+const fn field(
+    name: &'static str,
+    kind: Kind,
+    on: &'static [Endpoint],
+    about: &'static str,
+) -> Field {
+    Field {
+        name,
+        kind,
+        on,
+        required: false,
+        extension: false,
+        about,
+    }
+}
+
+const fn required(field: Field) -> Field {
+    Field {
+        required: true,
+        ..field
+    }
+}
+
+const fn extension(
+    name: &'static str,
+    kind: Kind,
+    on: &'static [Endpoint],
+    about: &'static str,
+) -> Field {
+    Field {
+        extension: true,
+        ..field(name, kind, on, about)
+    }
+}
+
+/// Every field.
+pub(super) const FIELDS: &[Field] = &[
+    required(field(
+        "prompt",
+        Kind::Text(MAX_PROMPT_CHARS),
+        IMAGES,
+        "What to draw. Text that looks like a special token stays text.",
+    )),
+    required(field(
+        "messages",
+        Kind::Messages,
+        &[Chat],
+        "One user message, and at most one system (or developer) message before it.",
+    )),
+    required(field(
+        "image",
+        Kind::Pictures(MAX_PICTURES),
+        &[Edits],
+        "Pictures to edit: files `image` or `image[]` of a form, or data URLs in JSON.",
+    )),
+    field(
+        "mask",
+        Kind::Pictures(1),
+        &[Edits],
+        "PNG of the size of the first picture; what is transparent may change.",
+    ),
+    field(
+        "model",
+        Kind::Text(MAX_LABEL_CHARS),
+        ALL,
+        "Absent: the only model served.",
+    ),
+    field(
+        "n",
+        Kind::Whole(1, MAX_IMAGES as u64),
+        ALL,
+        "Images to make. They share one prefix; image i has seed + i. All come, or an error does.",
+    ),
+    field(
+        "size",
+        Kind::Size,
+        ALL,
+        "WIDTHxHEIGHT in pixels, one of the model's sizes; auto or absent: its square size.",
+    ),
+    field(
+        "quality",
+        Kind::Word(&["auto", "low", "medium", "high", "standard", "hd"]),
+        ALL,
+        "Chooses the steps: low a quarter of the model's default, medium half, all else the \
+         default. Only auto may come with steps.",
+    ),
+    field(
+        "background",
+        Kind::Word(&["auto", "opaque"]),
+        IMAGES,
+        "Pictures have no transparency.",
+    ),
+    field(
+        "output_format",
+        Kind::Word(&["png", "jpeg", "webp"]),
+        ALL,
+        "Default png, which is the picture exactly.",
+    ),
+    field(
+        "output_compression",
+        Kind::Whole(0, 100),
+        ALL,
+        "Quality of jpeg and webp, default 100; png is lossless and takes 100 only.",
+    ),
+    field(
+        "response_format",
+        Kind::Word(&["b64_json"]),
+        IMAGES,
+        "This server keeps no pictures, so there are no URLs.",
+    ),
+    field(
+        "stream",
+        Kind::Flag,
+        ALL,
+        "Server-sent events: progress at every step, then the images as they are done.",
+    ),
+    field(
+        "partial_images",
+        Kind::Whole(0, 3),
+        IMAGES,
+        "Previews. This version has none: anything above 0 is answered with status 501.",
+    ),
+    field(
+        "modalities",
+        Kind::Words(&["image", "text"]),
+        &[Chat],
+        "Must hold image when given.",
+    ),
+    field(
+        "user",
+        Kind::Text(MAX_LABEL_CHARS),
+        ALL,
+        "Name of the end user; goes to the debug log beside the request id.",
+    ),
+    extension(
+        "seed",
+        Kind::Whole(0, MAX_SEED),
+        ALL,
+        "Seed of the first image. Absent: one is drawn, and answered.",
+    ),
+    extension(
+        "steps",
+        Kind::Whole(1, MAX_STEPS as u64),
+        ALL,
+        "Denoising steps. Absent: the model's default.",
+    ),
+    extension(
+        "guidance",
+        Kind::Number(0.0, MAX_GUIDANCE),
+        ALL,
+        "Guidance scale; 0 and 1 run one row. Absent: the model's default.",
+    ),
+    extension(
+        "deadline",
+        Kind::Number(MIN_DEADLINE, MAX_REQUEST_DEADLINE.as_secs() as f64),
+        ALL,
+        "Seconds until the request is given up with status 504. Default 600.",
+    ),
+    extension(
+        "size_policy",
+        Kind::Word(&["exact", "snap"]),
+        ALL,
+        "What happens to a size that the model does not make: refuse it, or take the nearest ratio.",
+    ),
+    extension(
+        "template",
+        Kind::Word(&["pretrain", "instruct"]),
+        ALL,
+        "Prompt template. Absent: the model's default.",
+    ),
+    extension(
+        "system_prompt",
+        Kind::Text(MAX_PROMPT_CHARS),
+        IMAGES,
+        "Text before the user's turn.",
+    ),
+];
+
+/// The fields of one endpoint.
+pub(super) fn fields(endpoint: Endpoint) -> impl Iterator<Item = &'static Field> {
+    FIELDS
+        .iter()
+        .filter(move |field| field.on.contains(&endpoint))
+}
+
+impl Kind {
+    /// In words, for errors.
+    pub(super) fn name(self) -> String {
+        match self {
+            Self::Text(_) | Self::Size => "a string".to_owned(),
+            Self::Whole(least, most) => format!("a whole number from {least} to {most}"),
+            Self::Number(least, most) => format!("a number from {least} to {most}"),
+            Self::Flag => "true or false".to_owned(),
+            Self::Word(known) => format!("one of {}", known.join(", ")),
+            Self::Words(known) => format!("a list of {}", known.join(", ")),
+            Self::Messages => "a list of messages".to_owned(),
+            Self::Pictures(_) => "a picture".to_owned(),
+        }
+    }
+}
