@@ -4,6 +4,7 @@
 mod fake;
 mod offline;
 mod online;
+mod plan;
 
 use std::{
     path::{Path, PathBuf},

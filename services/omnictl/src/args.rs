@@ -6,6 +6,8 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 use proto::v1::SizePolicy;
 
+use crate::plan::PlanArgs;
+
 /// Where `omni up` listens unless told otherwise.
 pub(crate) const DEFAULT_ENDPOINT: &str = "http://127.0.0.1:7600";
 
@@ -39,6 +41,8 @@ pub(crate) enum Command {
         /// Request id.
         id: String,
     },
+    /// Show which ways of spreading a model over GPUs fit, and what they would cost.
+    Plan(PlanArgs),
     /// Show the version of this program and of the server.
     Version {
         /// Do not ask the server.

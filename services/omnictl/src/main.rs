@@ -1,5 +1,5 @@
-//! `omnictl`: generates images and administers a cluster from a terminal. It speaks gRPC only and
-//! knows nothing of models, stages or the data plane.
+//! `omnictl`: generates images, administers a cluster and plans one from a terminal. To a cluster it speaks gRPC
+//! only, and of models it knows no more than their sizes.
 #![forbid(unsafe_code)]
 
 mod admin;
@@ -7,6 +7,7 @@ mod args;
 mod error;
 mod generate;
 mod output;
+mod plan;
 mod progress;
 mod requests;
 mod text;
@@ -46,6 +47,9 @@ fn run(cli: Cli, console: &Console) -> Result<(), CliError> {
         clap_complete::generate(shell, &mut Cli::command(), "omnictl", &mut script);
         return console.raw(&script);
     }
+    if let Command::Plan(args) = &cli.command {
+        return plan::run(args, console);
+    }
     tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -70,6 +74,6 @@ async fn dispatch(cli: Cli, console: &Console) -> Result<(), CliError> {
             admin::version(endpoint, client, output, console).await
         }
         // Answered before the runtime starts.
-        Command::Completions { .. } => Ok(()),
+        Command::Completions { .. } | Command::Plan(_) => Ok(()),
     }
 }

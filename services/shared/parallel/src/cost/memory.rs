@@ -26,7 +26,7 @@ pub struct Memory {
     pub prefixes: u64,
     /// Activations of a pass.
     pub activations: u64,
-    /// Working memory of decoding a picture, when no pass runs.
+    /// Working memory of decoding a picture on rank 0, when no pass runs.
     pub decoding: u64,
     /// What is not ours.
     pub reserve: u64,
@@ -51,6 +51,7 @@ pub(super) fn weight_bytes(weights: &RankWeights, machine: &Machine) -> u64 {
 /// allows any.
 pub(super) fn of(timing: &Timing<'_>, offload: bool) -> Result<(Memory, usize), ParallelError> {
     let (sizes, machine, plan) = (timing.sizes, timing.machine, &timing.plan);
+    let decoding = sizes.vae.peak_elements(timing.work.image_tokens) * DECODE_BYTES;
     let mut fullest = Memory::default();
     for rank in 0..plan.mesh()?.ranks() {
         let load = timing.load(rank)?;
@@ -59,7 +60,7 @@ pub(super) fn of(timing: &Timing<'_>, offload: bool) -> Result<(Memory, usize), 
             streamed: 0,
             prefixes: load.prefix_bytes(timing.rows())?,
             activations: load.activation_bytes(timing.rows()),
-            decoding: sizes.vae.peak_elements(timing.work.image_tokens) * DECODE_BYTES,
+            decoding: if rank == 0 { decoding } else { 0 },
             reserve: machine.reserve,
         };
         if memory.peak() > fullest.peak() {

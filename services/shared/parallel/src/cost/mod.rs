@@ -19,7 +19,7 @@ pub use machine::{Interconnect, Link, Machine, WeightType};
 pub use memory::Memory;
 pub use sizes::{ModelSizes, RankWeights, VaeSizes};
 
-use crate::{Axis, AxisSet, GUIDANCE_ROWS, ParallelError, Plan, RingPrefix, SharedExpert};
+use crate::{AxisSet, GUIDANCE_ROWS, ParallelError, Plan, RingPrefix, SharedExpert};
 use time::Timing;
 
 /// Bytes of an activation, a cached key or value, and of an element on the wire between GPUs.
@@ -163,7 +163,7 @@ pub fn assess(
     candidate: Candidate,
 ) -> Result<Assessment, ParallelError> {
     let plan = candidate.plan;
-    let ranks = plan.validate(&sizes.shape)?.ranks();
+    plan.validate(&sizes.shape)?;
     for (field, got) in [
         ("rows", work.rows),
         ("steps", work.steps),
@@ -196,8 +196,8 @@ pub fn assess(
     let stream_seconds = memory.streamed as f64 / machine.host_rate;
     let step_seconds = step.seconds.max(stream_seconds);
     let decode_seconds = sizes.vae.decode_flops(work.image_tokens) / machine.convolution;
-    // Each rank decodes another picture of the batch.
-    let decodes = timing.batch.div_ceil(ranks) as f64;
+    // Rank 0 decodes one picture after the other while the rest wait.
+    let decodes = timing.batch as f64;
     let picture_seconds = work.steps as f64 * step_seconds + decodes * decode_seconds;
     let misfit = if one_row {
         Some(Misfit::OneRow)
@@ -228,30 +228,6 @@ impl Candidate {
     #[must_use]
     pub fn gpus(&self) -> usize {
         self.replicas * self.plan.sizes().iter().product::<usize>()
-    }
-
-    /// The axes with more than one rank and their options, such as `cfg2 ulysses4 ep(ulysses)`.
-    #[must_use]
-    pub fn name(&self) -> String {
-        let plan = &self.plan;
-        let axes = Axis::ALL.into_iter().zip(plan.sizes());
-        let mut words: Vec<String> = axes
-            .filter(|(_, size)| *size > 1)
-            .map(|(axis, size)| format!("{axis}{size}"))
-            .collect();
-        if !plan.ep.is_empty() {
-            words.push(format!("ep({})", plan.ep.to_string().replace(" x ", ",")));
-        }
-        if plan.shared_expert == SharedExpert::Replicated {
-            words.push("shared-replicated".to_owned());
-        }
-        if plan.ring_prefix == RingPrefix::Sharded {
-            words.push("prefix-sharded".to_owned());
-        }
-        if words.is_empty() {
-            words.push("one rank".to_owned());
-        }
-        words.join(" ")
     }
 }
 

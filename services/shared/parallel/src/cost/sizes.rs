@@ -59,9 +59,9 @@ pub struct RankWeights {
     pub shared: u64,
     /// Norms and routers of the layers.
     pub small: u64,
-    /// Token embedding, stem, head and time embedders: on every rank.
+    /// Token embedding, stem, head and time embedders, on every rank.
     pub ends: u64,
-    /// The VAE decoder: on every rank.
+    /// The VAE decoder, on rank 0.
     pub vae: u64,
 }
 
@@ -115,7 +115,7 @@ impl ModelSizes {
         let at = plan.mesh()?.coordinates(rank)?;
         let mut sum = RankWeights {
             ends: self.ends(),
-            vae: self.vae.weights(),
+            vae: if rank == 0 { self.vae.weights() } else { 0 },
             ..RankWeights::default()
         };
         let stage = at[Axis::Pp as usize];
