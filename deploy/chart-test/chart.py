@@ -21,7 +21,7 @@ AHEAD = {
     "gpu": "pools[0].gpus",
     "gpu-hosts": "transfer.transport",
 }
-STAGE_SETTINGS = ["plan", "hosts", "host_index", "leader"]
+STAGE_SETTINGS = ["hosts", "host_index", "leader"]
 TLS_SETTINGS = ["tls_cert", "tls_key", "tls_ca"]
 
 

@@ -233,6 +233,11 @@ class Wiring(unittest.TestCase):
         etcd = "registry.kind=etcd,registry.etcd.install=true,registry.etcd.replicas=1,router.replicas=2"
         self.assertEqual(len(self.make_an_image("--set", etcd)), 5)
 
+    def test_pools_with_a_plan_make_an_image(self):
+        pools = ("pools[0].name=ar,pools[0].role=ar,pools[0].plan.tp=2,pools[1].name=dit,pools[1].role=dit,"
+                 "pools[1].plan.cfg=2")
+        self.assertEqual(len(self.make_an_image("--set", pools)), 4)
+
     def test_pools_that_publish_into_a_kv_pool_make_an_image(self):
         pools = ("pools[0].name=kv,pools[0].role=kv,pools[0].replicas=2,"
                  "pools[1].name=ar,pools[1].role=ar,pools[1].replicas=2,pools[1].kvPool=kv,"
