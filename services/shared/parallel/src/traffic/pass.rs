@@ -1,11 +1,11 @@
 //! One packed pass through the layers of one rank.
 
 use super::dispatch::Dispatch;
-use super::{Predictor, Tally};
+use super::{Predictor, Routes, Tally};
 use crate::wire::ELEMENT_BYTES;
 use crate::{
-    Axis, AxisSet, HeadShard, Moved, Op, ParallelError, RingPrefix, SequenceShards, SharedExpert,
-    TokenOrder, near_even_range,
+    Axis, AxisSet, HeadShard, LayerShape, Moved, Op, ParallelError, RingPrefix, SequenceShards,
+    SharedExpert, TokenOrder, near_even_range,
 };
 
 /// One row of a pass.
@@ -34,7 +34,17 @@ struct Buffers {
     keys: Vec<usize>,
 }
 
+/// What makes a layer move what another moves; nothing where each token's choices count.
+type LayerKind = Option<(LayerShape, usize, bool)>;
+
 impl Predictor<'_> {
+    fn kind(&self, layer: usize, short: bool) -> LayerKind {
+        let Routes::Uniform { top_k } = self.routes else {
+            return None;
+        };
+        Some((self.shape.layers[layer], top_k[layer], short))
+    }
+
     /// How the rows of a pass are dealt to the ranks of a sequence group.
     pub(super) fn deal(&self, rows: &[PassRow]) -> Result<Vec<SequenceShards>, ParallelError> {
         let (ring, ulysses) = (self.plan.ring, self.plan.ulysses);
@@ -98,12 +108,24 @@ impl Predictor<'_> {
             tally.add(Axis::Pp.into(), Op::Recv { from }, rank, stream)?;
         }
         let layers = near_even_range(self.shape.layers.len(), stages, stage)?;
+        let mut before: Option<(LayerKind, Tally)> = None;
         for layer in layers.clone() {
             let short = last && !hidden && layer + 1 == layers.end;
-            self.attention(&buffers, short, tally)?;
-            if !short {
-                self.mixture(layer, &buffers, dispatch, tally)?;
+            let kind = self.kind(layer, short);
+            let alike = before
+                .as_ref()
+                .filter(|(seen, _)| kind.is_some() && *seen == kind);
+            if let Some((_, one)) = alike {
+                tally.add_all(one);
+                continue;
             }
+            let mut one = Tally::new(&self.plan)?;
+            self.attention(&buffers, short, &mut one)?;
+            if !short {
+                self.mixture(layer, &buffers, dispatch, &mut one)?;
+            }
+            tally.add_all(&one);
+            before = Some((kind, one));
         }
         if !last {
             let to = stage + 1;
