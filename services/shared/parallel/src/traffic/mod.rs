@@ -51,7 +51,8 @@ impl Routes<'_> {
     }
 }
 
-/// Predicts what the ranks of one plan move.
+/// Predicts what the ranks of one plan move, experts lying as they do when nothing balances them
+/// ([`crate::eplb::Placement::contiguous`]).
 #[derive(Debug, Clone)]
 pub struct Predictor<'a> {
     pub(crate) shape: &'a ModelShape,
