@@ -73,7 +73,7 @@ impl Rank {
     }
 
     /// One collective after the other, until something goes wrong.
-    fn stream(&self, step: impl Fn(&UcxGroup) -> Result<(), ParallelError>) {
+    fn stream(&self, mut step: impl FnMut(&UcxGroup) -> Result<(), ParallelError>) {
         let (_world, group) = self.join("stream", PATIENT);
         step(&group).unwrap();
         say("under way");
@@ -134,10 +134,13 @@ fn short(group: &UcxGroup) -> Result<(), ParallelError> {
     group.barrier()?.wait()
 }
 
-/// A part of 16 MiB for every rank.
-fn long(group: &UcxGroup) -> Result<(), ParallelError> {
-    let data = vec![1.0; LONG * group.size()];
-    group.all_to_all(data)?.wait().map(drop)
+/// A buffer of 16 MiB that goes around the ring.
+fn long() -> impl FnMut(&UcxGroup) -> Result<(), ParallelError> {
+    let mut data = vec![1.0; LONG];
+    move |group| {
+        data = group.ring_shift(1, std::mem::take(&mut data))?.wait()?;
+        Ok(())
+    }
 }
 
 #[test]
@@ -151,7 +154,7 @@ fn a_rank_of_a_world() {
     match env::var("OMNI_TEST_WHAT").unwrap().as_str() {
         "suite" => rank.suite(),
         "short" => rank.stream(short),
-        "long" => rank.stream(long),
+        "long" => rank.stream(long()),
         "compute" => rank.compute(),
         "abort" => rank.abort(),
         "leave" => rank.leave(),

@@ -41,31 +41,63 @@ fn strike(what: &str, transport: Transport, signal: Signal, expected: &str) {
 }
 
 #[test]
-fn a_killed_rank_ends_the_collectives_of_all_others() {
-    for transport in [Transport::Shm, Transport::Tcp] {
-        strike("short", transport, Signal::KILL, "rank 2 left before ");
-    }
+fn a_killed_rank_ends_the_collectives_of_all_others_over_shared_memory() {
+    strike("short", Transport::Shm, Signal::KILL, "rank 2 left before ");
 }
 
 #[test]
-fn a_killed_rank_ends_long_transfers_too() {
-    for transport in [Transport::Shm, Transport::Tcp] {
-        strike("long", transport, Signal::KILL, "rank 2 left before ");
-    }
+fn a_killed_rank_ends_the_collectives_of_all_others_over_tcp() {
+    strike("short", Transport::Tcp, Signal::KILL, "rank 2 left before ");
 }
 
 #[test]
-fn a_stopped_rank_ends_the_collectives_of_all_others() {
-    for transport in [Transport::Shm, Transport::Tcp] {
-        strike("short", transport, Signal::STOP, "rank 2 did not reach ");
-    }
+fn a_killed_rank_ends_long_transfers_over_shared_memory() {
+    strike("long", Transport::Shm, Signal::KILL, "rank 2 left before ");
 }
 
 #[test]
-fn a_stopped_rank_ends_long_transfers_too() {
-    for transport in [Transport::Shm, Transport::Tcp] {
-        strike("long", transport, Signal::STOP, "rank 2 did not reach ");
-    }
+fn a_killed_rank_ends_long_transfers_over_tcp() {
+    strike("long", Transport::Tcp, Signal::KILL, "rank 2 left before ");
+}
+
+#[test]
+fn a_stopped_rank_ends_the_collectives_of_all_others_over_shared_memory() {
+    strike(
+        "short",
+        Transport::Shm,
+        Signal::STOP,
+        "rank 2 did not reach ",
+    );
+}
+
+#[test]
+fn a_stopped_rank_ends_the_collectives_of_all_others_over_tcp() {
+    strike(
+        "short",
+        Transport::Tcp,
+        Signal::STOP,
+        "rank 2 did not reach ",
+    );
+}
+
+#[test]
+fn a_stopped_rank_ends_long_transfers_over_shared_memory() {
+    strike(
+        "long",
+        Transport::Shm,
+        Signal::STOP,
+        "rank 2 did not reach ",
+    );
+}
+
+#[test]
+fn a_stopped_rank_ends_long_transfers_over_tcp() {
+    strike(
+        "long",
+        Transport::Tcp,
+        Signal::STOP,
+        "rank 2 did not reach ",
+    );
 }
 
 #[test]

@@ -66,6 +66,8 @@ impl Ranks {
                     if let Some(said) = line.split(MARK).nth(1) {
                         // The test may have heard enough.
                         let _ = sender.send((clock::now(), said.to_owned()));
+                    } else {
+                        println!("rank {rank}: {line}");
                     }
                 }
             });
@@ -107,6 +109,9 @@ impl Ranks {
         let end = clock::now() + GUARD;
         loop {
             if let Some(status) = self.processes[rank].child.try_wait().unwrap() {
+                if !status.success() {
+                    println!("rank {rank}: {status}");
+                }
                 return status.success();
             }
             assert!(clock::now() < end, "rank {rank} does not end");

@@ -97,6 +97,11 @@ pub fn settings(
         // Lets an endpoint that reports the death of its peer run over shared memory.
         settings.push((c"POSIX_ERROR_HANDLING", c"y".to_owned()));
     }
+    if transports.contains(&Transport::Tcp) {
+        // With more, a connection that ends in the handling of one event is used again for the next
+        // one of the same look, after its memory was freed.
+        settings.push((c"TCP_MAX_POLL", c"1".to_owned()));
+    }
     if let Some(devices) = net_devices {
         settings.push((c"NET_DEVICES", text("net_devices", devices.to_owned())?));
     }
