@@ -179,7 +179,7 @@ fn a_prepared_weight_gives_back_what_it_was_made_from() {
     for (n, k) in [(1, 1), (3, 5), (16, 7), (40, 9), (129, 33)] {
         let data: Vec<f32> = (0..n * k).map(|i| i as f32 * 0.25 - 3.0).collect();
         let wide = Tensor::from_f32(&[n, k], data.clone()).unwrap();
-        let half = data.iter().map(|v| bf16::from_f32(*v)).collect();
+        let half = data.iter().map(|v| kernels::bf16::from_f32(*v)).collect();
         let narrow = Tensor::from_bf16(&[n, k], half).unwrap();
         for w in [wide, narrow] {
             let back = LinearWeight::new(&w, None).unwrap().to_tensor().unwrap();

@@ -80,7 +80,11 @@ async fn over_ranks_that_add_up_parts_the_image_is_within_one_grey_level() {
     let off: Vec<u8> = pixels.map(|(a, b)| a.abs_diff(*b)).collect();
     assert!(off.iter().all(|d| *d <= 1), "{:?}", off.iter().max());
     let some = off.iter().filter(|d| **d > 0).count();
-    assert!(some * 1000 <= off.len(), "{some} of {} bytes differ", off.len());
+    assert!(
+        some * 1000 <= off.len(),
+        "{some} of {} bytes differ",
+        off.len()
+    );
 }
 
 #[tokio::test]

@@ -95,6 +95,7 @@ impl Denoiser for ModelDenoiser {
         let start = clock::now();
         let rows: usize = jobs.iter().map(|job| job.first().rows()).sum();
         let tokens: usize = jobs.iter().map(|job| job.first().tokens()).sum();
+        let padding: usize = jobs.iter().map(|job| job.first().padding()).sum();
         let count = self.ranks.models().len();
         let mut by_rank: Vec<Vec<&mut DenoiseJob>> = (0..count).map(|_| Vec::new()).collect();
         for job in jobs.iter_mut() {
@@ -102,9 +103,11 @@ impl Denoiser for ModelDenoiser {
                 own.push(part);
             }
         }
-        self.ranks.run(by_rank, |model, ctx, mut own| {
-            model.denoise_step(ctx, &mut own)
+        let changes = self.ranks.run(by_rank, |model, ctx, mut own| {
+            model.denoise_step(ctx, &mut own)?;
+            model.rebalance(ctx)
         })?;
+        self.report(&changes);
         let elapsed = clock::now().saturating_duration_since(start);
         self.metrics
             .observe(&names::STAGE_STEP, &["dit-worker", "denoise"], elapsed);
@@ -112,6 +115,8 @@ impl Denoiser for ModelDenoiser {
             .record(&names::STAGE_ROWS, &["dit-worker"], rows as f64);
         self.metrics
             .add(&names::STAGE_TOKENS, &["dit-worker"], tokens as u64);
+        self.metrics
+            .add(&names::STAGE_PADDING, &["dit-worker"], padding as u64);
         Ok(())
     }
 

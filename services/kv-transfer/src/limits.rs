@@ -54,8 +54,9 @@ pub const REAP_INTERVAL: Duration = Duration::from_millis(100);
 /// A client stops posting at its deadline, which lies before the expiry of its lease, and cuts the
 /// connection [`DRAIN_GRACE`] later; the rest is slack for a late thread.
 pub const QUARANTINE: Duration = Duration::from_secs(5);
-/// How long a clean stop waits for transfers under way.
-pub const FINISH_GRACE: Duration = Duration::from_secs(5);
+/// How long a clean stop waits for transfers under way and for prefixes that nobody has fetched yet: as long
+/// as a stage's lease on one, after which it goes by itself.
+pub const FINISH_GRACE: Duration = Duration::from_secs(30);
 /// Shortest quarantine that a configuration may ask for.
 pub const MIN_QUARANTINE: Duration = Duration::from_millis(1500);
 /// Hint to a caller whom a full pool turned away, when no lease says better.

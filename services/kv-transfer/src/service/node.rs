@@ -151,7 +151,7 @@ impl Service {
         &self.node.transports
     }
 
-    /// Parties at work: receivers with a lease, and producers that have not sealed yet.
+    /// Parties at work: see [`SlotTable::at_work`].
     pub(super) fn at_work(&self) -> usize {
         let mut table = self.node.table();
         table.reap(self.node.now());

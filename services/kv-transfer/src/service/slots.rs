@@ -49,6 +49,8 @@ struct Slot {
     /// Set when the slot is sealed.
     manifest: Option<Manifest>,
     leases: BTreeMap<u64, Lease>,
+    /// A receiver has had it.
+    pulled: bool,
     /// A lease ran out: its holder may still be at work.
     abandoned: bool,
 }
@@ -137,6 +139,7 @@ impl SlotTable {
                     receiver: false,
                 },
             )]),
+            pulled: false,
             abandoned: false,
         };
         self.slots.insert(slot, entry);
@@ -218,6 +221,7 @@ impl SlotTable {
             });
         }
         let lease = next(&mut self.next_lease);
+        slot.pulled = true;
         slot.leases.insert(
             lease,
             Lease {
@@ -321,10 +325,12 @@ impl SlotTable {
         self.pool.used()
     }
 
-    /// Parties at work: receivers with a lease, and producers that have not sealed yet.
+    /// Parties at work: producers that have not sealed yet, receivers with a lease, and prefixes that are
+    /// leased and whose first receiver is still on its way.
     pub(super) fn at_work(&self) -> usize {
         let at_work = |slot: &Slot| match slot.manifest {
             None => 1,
+            Some(_) if !slot.pulled => usize::from(!slot.leases.is_empty()),
             Some(_) => slot.leases.values().filter(|lease| lease.receiver).count(),
         };
         self.slots.values().map(at_work).sum()

@@ -323,3 +323,27 @@ proptest! {
         prop_assert!(table.reserve(clock.now(), POOL, TTL, "r").is_ok());
     }
 }
+
+#[test]
+fn a_clean_stop_has_work_until_a_leased_prefix_was_fetched_and_let_go() {
+    let (mut table, clock) = table();
+    assert_eq!(table.at_work(), 0);
+    let grant = reserve(&mut table, &clock, 8);
+    assert_eq!(table.at_work(), 1, "its producer writes");
+    table.seal(clock.now(), grant.key, manifest(8)).unwrap();
+    assert_eq!(table.at_work(), 1, "its receiver is on its way");
+    let pulled = pull(&mut table, &clock, grant.key).unwrap();
+    assert_eq!(table.at_work(), 1, "its receiver reads");
+    table.release(clock.now(), pulled.key);
+    assert_eq!(
+        table.at_work(),
+        0,
+        "it may be read again, but nobody waits for it"
+    );
+    // Nobody comes: the lease ends the wait.
+    sealed(&mut table, &clock, 8);
+    assert_eq!(table.at_work(), 1);
+    clock.advance(2 * TTL);
+    table.reap(clock.now());
+    assert_eq!(table.at_work(), 0);
+}

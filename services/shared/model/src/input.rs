@@ -108,7 +108,7 @@ pub(crate) fn run<P: Probe>(
     let Packed { x, rope, segments } = Packed::new(config, backbone, inputs)?;
     let tokens = x.dim(0);
     let mut rows = rows(inputs, &segments, caches)?;
-    let hidden = backbone.run(ctx, Some(x), &mut rows, &rope, Goal::Hidden, probe)?;
+    let hidden = backbone.run(ctx, Some(x), (&mut rows, &rope), Goal::Hidden, probe)?;
     let stages = ctx.plan().pp;
     if stages == 1 {
         return hidden.ok_or_else(|| ModelError::Internal("a pass without a result".into()));
@@ -128,7 +128,8 @@ pub(crate) fn fill(
 ) -> Result<(), ModelError> {
     let Packed { x, rope, segments } = Packed::new(config, backbone, inputs)?;
     let mut rows = rows(inputs, &segments, caches)?;
-    backbone.run(ctx, Some(x), &mut rows, &rope, Goal::Cache, &mut NoProbe)?;
+    let input = (&mut rows[..], &rope);
+    backbone.run(ctx, Some(x), input, Goal::Cache, &mut NoProbe)?;
     Ok(())
 }
 

@@ -37,6 +37,8 @@ pub(crate) struct Place {
 
 /// Token order of rows whose keys follow a causal rule.
 pub(crate) const CAUSAL_ORDER: TokenOrder = TokenOrder::ZigZag;
+/// Token order of a picture's rows: nearly all of their tokens see the same keys.
+pub(crate) const PICTURE_ORDER: TokenOrder = TokenOrder::Contiguous;
 
 impl ModelConfig {
     /// What plans must know of this model.

@@ -157,6 +157,35 @@ fn assert_plans_equal_one_rank(ranks: usize) {
 }
 
 #[test]
+fn padding_is_counted_and_only_where_tokens_do_not_divide() {
+    let whole = open(Plan::default(), 0);
+    // Rows of 7, 16 and 8 fresh tokens.
+    for (text, want) in [
+        ("single", [0, 0, 0]),
+        ("ulysses=2", [1, 0, 0]),
+        ("ring=2,ulysses=4", [1, 0, 0]),
+    ] {
+        let model = open(text.parse().unwrap(), 0);
+        let padding = |case: &Case| {
+            let spec = case.spec(&whole);
+            let own =
+                |p: Option<Arc<PrefixKv>>| p.map(|p| Arc::new(p.part_of(model.rank()).unwrap()));
+            let spec = JobSpec {
+                cond: own(spec.cond),
+                uncond: own(spec.uncond),
+                ..spec
+            };
+            DenoiseJob::new(&model, spec).unwrap().padding()
+        };
+        assert_eq!(
+            cases().map(|case| padding(&case)),
+            want.map(|row| 2 * row),
+            "{text}"
+        );
+    }
+}
+
+#[test]
 fn experts_that_move_between_steps_change_no_picture() {
     let whole = open(Plan::default(), 0);
     let want = denoise(&whole, &whole, &RankContext::single());

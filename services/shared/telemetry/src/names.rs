@@ -65,6 +65,8 @@ table! {
         "Time of one forward of a stage";
     STAGE_TOKENS = "omni_stage_tokens_total", Counter, ["stage"],
         "Tokens computed";
+    STAGE_PADDING = "omni_stage_padding_tokens_total", Counter, ["stage"],
+        "Padding tokens in exchanges between sequence-parallel ranks; none is computed";
     STAGE_IMAGES = "omni_stage_images_total", Counter, ["stage"],
         "Images finished";
     STAGE_ROWS = "omni_stage_batch_rows", Size, ["stage"],

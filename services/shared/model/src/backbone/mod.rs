@@ -122,8 +122,7 @@ impl Backbone {
         &self,
         ctx: &RankContext,
         x: Option<Tensor>,
-        rows: &mut [Row<'_>],
-        rope: &RopeTable,
+        (rows, rope): (&mut [Row<'_>], &RopeTable),
         goal: Goal,
         probe: &mut P,
     ) -> Result<Option<Tensor>, ModelError> {

@@ -303,7 +303,14 @@ mod tests {
 
     #[test]
     fn every_query_sees_of_a_source_exactly_the_keys_its_rule_allows() {
-        let lists: [&[Range<usize>]; 5] = [&[], &[0..3], &[2..5, 9..12], &[0..12], &[5..6]];
+        let one = std::slice::from_ref::<Range<usize>>;
+        let lists = [
+            &[],
+            one(&(0..3)),
+            &[2..5, 9..12],
+            one(&(0..12)),
+            one(&(5..6)),
+        ];
         for (fresh, past) in lists.into_iter().flat_map(|f| [(f, 0), (f, 4)]) {
             let keys = Keys { past, fresh };
             for (start, end) in (0..12).flat_map(|s| (s + 1..=12).map(move |e| (s, e))) {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kernels::{RopeTable, Tensor};
-use parallel::{Axis, GUIDANCE_ROWS};
+use parallel::{Axis, GUIDANCE_ROWS, SequenceShards};
 
 use super::embedders::special_tokens;
 use super::{ImageHead, ImageStem};
@@ -15,7 +15,7 @@ use crate::noise::initial_latents;
 use crate::picture::Latents;
 use crate::positions::{ImageSpan, positions, rope_table};
 use crate::prefix::PrefixKv;
-use crate::rank::RankShard;
+use crate::rank::{PICTURE_ORDER, RankShard};
 use crate::scheduler::Schedule;
 
 /// Largest guidance scale that a job accepts.
@@ -77,6 +77,7 @@ pub struct DenoiseJob {
     pub(super) times: TimeVectors,
     /// `[1, h, w, latent]`.
     pub(super) latents: Tensor,
+    row_padding: usize,
     /// False on a rank between the first and the last pipeline stage after a step.
     pub(super) has_latents: bool,
 }
@@ -144,6 +145,7 @@ impl DenoiseJob {
             preserve_norm: options.preserve_norm,
             rows,
             prefixes,
+            row_padding: padding(rank, image.end)?,
             times,
             has_latents: true,
         })
@@ -192,6 +194,12 @@ impl DenoiseJob {
         )
     }
 
+    /// Padding tokens that an exchange of one step carries over all ranks of the sequence group, because the
+    /// tokens of a row do not divide over them. They cost bytes; none is computed.
+    pub fn padding(&self) -> usize {
+        self.rows * self.row_padding
+    }
+
     pub(super) fn row_tokens(&self) -> usize {
         self.times.specials + self.grid.0 * self.grid.1
     }
@@ -232,6 +240,12 @@ fn rows(config: &ModelConfig, rank: &RankShard, guidance: f64) -> Result<usize, 
     let plan = rank.plan().check_guidance(guidance);
     plan.map_err(|e| ModelError::invalid("guidance", e.to_string()))?;
     Ok(rows)
+}
+
+/// Padding of a row of `tokens` fresh tokens over the sequence group.
+fn padding(rank: &RankShard, tokens: usize) -> Result<usize, ModelError> {
+    let (ring, ulysses) = (rank.place(Axis::Ring).size, rank.place(Axis::Ulysses).size);
+    Ok(SequenceShards::new(tokens, ring, ulysses, PICTURE_ORDER)?.padding())
 }
 
 /// The prefixes of the rows this rank computes.

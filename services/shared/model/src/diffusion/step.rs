@@ -3,13 +3,13 @@
 //! Hot path: no table, no weight and no time vector is computed here.
 
 use kernels::{RopeTable, Tensor};
-use parallel::{Axis, RankContext, TokenOrder};
+use parallel::{Axis, RankContext};
 
 use super::job::DenoiseJob;
 use super::{ImageHead, ImageStem};
 use crate::backbone::{Backbone, Goal, Probe, Row, RowKv};
 use crate::error::ModelError;
-use crate::rank::{RankShard, group};
+use crate::rank::{PICTURE_ORDER, RankShard, group};
 use crate::scheduler::{guide, preserve_norm, rescale};
 
 /// The velocities of one job in one step, each `[h, w, latent]`.
@@ -63,13 +63,12 @@ impl Modules<'_> {
                     tokens: job.row_tokens(),
                     segments: &job.segments,
                     kv: RowKv::Past(prefix),
-                    // Nearly all tokens are the picture's, which all see the same keys.
-                    order: TokenOrder::Contiguous,
+                    order: PICTURE_ORDER,
                 }));
             }
             let rope = rope(jobs)?;
             self.backbone
-                .run(self.ctx, x, &mut rows, &rope, Goal::Hidden, probe)?
+                .run(self.ctx, x, (&mut rows, &rope), Goal::Hidden, probe)?
         };
         if last {
             let hidden = hidden
