@@ -8,9 +8,11 @@ mod gate;
 pub mod host;
 pub mod info;
 mod ranks;
+mod rendezvous;
 
 pub use engine::Engine;
 pub use error::{StageError, model_code};
 pub use gate::Gate;
 pub use host::{HostConfig, Stage};
 pub use ranks::{RANK_PATIENCE, RankLoad, Ranks};
+pub use rendezvous::RegistryRendezvous;
