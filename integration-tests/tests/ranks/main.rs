@@ -2,7 +2,7 @@
 //!
 //! Each test starts this binary again, once a rank, with the name of what the ranks do; see
 //! `child`.
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::print_stdout)]
 
 mod child;
 mod failures;
