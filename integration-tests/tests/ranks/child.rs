@@ -130,7 +130,8 @@ impl Rank {
 fn short(group: &UcxGroup) -> Result<(), ParallelError> {
     let sum = group.all_reduce(vec![1.0; 500])?;
     let all = group.all_gather(vec![1.0; 3])?;
-    (sum.wait()?, all.wait()?);
+    sum.wait()?;
+    all.wait()?;
     group.barrier()?.wait()
 }
 
