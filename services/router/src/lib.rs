@@ -2,12 +2,15 @@
 //! within bounds, places them on stages and streams what the stages answer. It never sees a tensor,
 //! a token or a weight.
 //!
-//! Pure parts: [`validate`], [`sizes`], [`admission`], [`placement`]. The walk of one request is
-//! [`dispatch`].
+//! Pure parts: [`validate`], [`sizes`], [`admission`], [`placement`], and, which requests do not go
+//! through yet, [`cost`] and [`batching`]; [`simulate`] runs them under a clock of events. The walk of
+//! one request is [`dispatch`].
 #![forbid(unsafe_code)]
 
 mod admin;
 pub mod admission;
+pub mod batching;
+pub mod cost;
 mod dispatch;
 mod error;
 mod front;
@@ -17,6 +20,7 @@ mod members;
 pub mod placement;
 mod prefix;
 mod server;
+pub mod simulate;
 pub mod sizes;
 pub mod validate;
 
