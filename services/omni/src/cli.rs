@@ -6,6 +6,7 @@ use clap::{Arg, ArgAction, ArgMatches, Args as _, Command, FromArgMatches as _, 
 use crate::{
     bench::{AttentionArgs, DenoiseArgs},
     settings::{self, Role},
+    simulate::SimulateArgs,
 };
 
 /// Exit codes, as the help says them.
@@ -36,6 +37,8 @@ pub(crate) enum Action {
     BenchDenoise(DenoiseArgs),
     /// Measure the memory of attention.
     BenchAttention(AttentionArgs),
+    /// Run a trace on a simulated cluster.
+    Simulate(SimulateArgs),
 }
 
 /// Version, commit and profile, as `--version` shows them.
@@ -69,6 +72,7 @@ pub(crate) fn command() -> Command {
                 .subcommand(DenoiseArgs::augment_args(Command::new("denoise")))
                 .subcommand(AttentionArgs::augment_args(Command::new("attention"))),
         )
+        .subcommand(SimulateArgs::augment_args(Command::new("simulate")))
         .subcommand(
             Command::new("config")
                 .about("Look at settings")
@@ -108,6 +112,9 @@ pub(crate) fn parse(
     let action = match matches.remove_subcommand() {
         Some((name, matches)) if name == "bench" => bench(&matches)?,
         Some((name, _)) if name == "openapi" => Action::OpenApi,
+        Some((name, matches)) if name == "simulate" => {
+            Action::Simulate(SimulateArgs::from_arg_matches(&matches)?)
+        }
         Some((name, mut matches)) if name == "config" => {
             let show = matches.remove_subcommand().map(|(_, show)| show);
             let (role, matches) = show

@@ -8,6 +8,7 @@ mod cli;
 mod error;
 mod roles;
 mod settings;
+mod simulate;
 mod up;
 
 use std::{io::Write as _, path::Path, process::ExitCode, time::Duration};
@@ -69,6 +70,7 @@ fn run(action: Action) -> Result<(), OmniError> {
         Action::OpenApi => print(&format!("{:#}", router::openapi())),
         Action::BenchDenoise(args) => print(&bench::denoise(&args)?),
         Action::BenchAttention(args) => print(&bench::attention(&args)?),
+        Action::Simulate(args) => print(&simulate::run(&args)?),
     }
 }
 
