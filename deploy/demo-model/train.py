@@ -595,9 +595,9 @@ def export(a, log):
 
 def smoke(a, log):
     """Every phase at toy size; proves that the command lines, the resume and the export work."""
-    a.device, a.compile, a.workers, a.chunk = "cpu", 0, 1, 3
+    a.device, a.compile, a.workers, a.chunk = "cpu", 0, 1, 2
     a.kernel = 0
-    a.vae_batch, a.batch, a.log_every, a.pool_start, a.pool_cap = 2, 2, 2, 12, 12
+    a.vae_batch, a.batch, a.log_every, a.pool_start, a.pool_cap = 2, 2, 2, 4, 4
     a.minutes = 0.15
     train_vae(a, log)
     a.minutes, a.edit_from, a.edit_share = 60, 0.0, 0.4
