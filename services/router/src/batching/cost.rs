@@ -1,15 +1,15 @@
 //! Batching decided by cost.
 //!
-//! Jobs are ordered by target: the deadline, or without one the time of arrival and [`Rules::stretch`] times what the
-//! job would take alone; and each class down counts as [`Rules::class_s`] later. So small jobs come first, the
-//! earliest deadline of a class comes first, and as targets do not move while the clock does, none can be overtaken
-//! for ever. The first job is in the batch; each one after it joins if
+//! Jobs are ordered by target: the time of arrival and [`Rules::stretch`] times what the job would take alone, or its
+//! deadline if that is sooner; and each class down counts as [`Rules::class_s`] later. So small jobs come first, and
+//! as targets do not move while the clock does, none can be overtaken for ever. Before them come deadlines that
+//! could no longer be met otherwise, the earliest first. The first job is in the batch; each one after it joins if
 //!
 //! - it fits into the limits,
 //! - it pays: the time that sharing saves is at least [`Rules::pay`] of the job's own step, and the step still
 //!   spends [`Rules::overhead`] of its time on what is paid once a step, and
-//! - no job before it that could still meet its target would miss it: neither one in the batch if the batch stayed as
-//!   it is, nor any if after this step the rest ran one after the other.
+//! - it makes nobody late: no job in the batch that could still meet its target, if the batch stayed as it is, and no
+//!   deadline that can be met when from now on only jobs with deadlines run, one after the other.
 use std::{collections::BTreeSet, time::Duration};
 
 use serde::{Deserialize, Serialize};
@@ -28,7 +28,7 @@ pub struct Rules {
     /// Seconds by which the target of a job counts as later than that of one a class above. This is how long a
     /// lower class may be held up by a higher one that is always there.
     pub class_s: f64,
-    /// Times its own run that a job without a deadline may take before it counts as late.
+    /// Times its own run that a job may take before it counts as late.
     pub stretch: f64,
 }
 
@@ -84,12 +84,10 @@ pub fn step(now: Duration, state: &State, predictor: &Predictor, rules: &Rules) 
 
 fn candidate<'a>(entry: &'a Entry, predictor: &Predictor, rules: &Rules) -> Candidate<'a> {
     let (job, load) = (&entry.job, entry.job.load());
-    let duration = |seconds| Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX);
-    let target = job.deadline.unwrap_or_else(|| {
-        // Without the correction: an order that moved with it would park jobs for nothing.
-        let alone = predictor.constants.step(load) * f64::from(job.steps);
-        job.arrived.saturating_add(duration(alone * rules.stretch))
-    });
+    // Without the correction: an order that moved with it would park jobs for nothing.
+    let alone = predictor.constants.step(load) * f64::from(job.steps);
+    let in_time = job.arrived.saturating_add(duration(alone * rules.stretch));
+    let target = job.deadline.map_or(in_time, |due| due.min(in_time));
     let later = duration(rules.class_s * f64::from(job.class as u8));
     Candidate {
         entry,
@@ -109,21 +107,67 @@ fn choose(
 ) -> BTreeSet<JobId> {
     let begun = |entry: &&Entry| entry.place != Place::Waiting && !has_expired(entry, now);
     let held = state.entries().filter(begun);
-    let mut batch = Batch::new(held.map(|entry| entry.job.prefix_bytes).sum());
+    let mut batch = Batch {
+        room: Room::new(held.map(|entry| entry.job.prefix_bytes).sum()),
+        load: Load::default(),
+        chosen: BTreeSet::new(),
+        longest: f64::INFINITY,
+        promises: promises(now, order, predictor),
+    };
+    let pressing = batch.pressing(now, order, predictor, rules);
+    let urgent = |candidate: &&Candidate<'_>| pressing.contains(&candidate.entry.job.id);
+    let mut first: Vec<_> = order.iter().filter(urgent).collect();
+    first.sort_by_key(|candidate| (candidate.entry.job.deadline, candidate.entry.job.id));
+    let rest = order.iter().filter(|candidate| !urgent(candidate));
     // The first job that lacks memory keeps later ones from taking what is being freed for it.
     let mut blocked = false;
-    for candidate in order {
+    for candidate in first.into_iter().chain(rest) {
         let waiting = candidate.entry.place == Place::Waiting;
-        let alone = predictor.step(candidate.load);
-        let room = batch.room.with(candidate.entry, &state.limits);
-        blocked |= waiting && room.is_none();
-        let room = room.filter(|_| !(blocked && waiting));
-        match room.filter(|_| batch.accepts(candidate.load, alone, predictor, rules)) {
-            Some(room) => batch.take(now, candidate, alone, room),
-            None => batch.skip(now, candidate, alone),
+        if blocked && waiting {
+            continue;
+        }
+        match batch.room.with(candidate.entry, &state.limits) {
+            None => blocked |= waiting,
+            Some(room) => {
+                if batch.accepts(candidate, predictor, rules) {
+                    batch.take(now, candidate, predictor, room);
+                }
+            }
         }
     }
     batch.chosen
+}
+
+/// A deadline that can be met.
+struct Promise {
+    id: JobId,
+    /// Seconds that are left over if jobs with deadlines run one after the other, the earliest deadline first.
+    slack: f64,
+    /// Seconds that the batch's step takes off what has to run until this deadline.
+    gained: f64,
+}
+
+/// Deadlines that can be met, the earliest first.
+fn promises(now: Duration, order: &[Candidate<'_>], predictor: &Predictor) -> Vec<Promise> {
+    let due = |c: &Candidate<'_>| c.entry.job.deadline;
+    let mut candidates: Vec<_> = order.iter().filter(|c| due(c).is_some()).collect();
+    candidates.sort_by_key(|c| (due(c), c.entry.job.id));
+    let (mut serial, mut promises) = (0.0, Vec::new());
+    for candidate in candidates {
+        let needed = predictor.step(candidate.load) * candidate.left();
+        let there = due(candidate).unwrap_or(now).saturating_sub(now);
+        let slack = there.as_secs_f64() - serial - needed;
+        // Who cannot be in time takes nothing from those who can.
+        if slack >= 0.0 {
+            serial += needed;
+            promises.push(Promise {
+                id: candidate.entry.job.id,
+                slack,
+                gained: 0.0,
+            });
+        }
+    }
+    promises
 }
 
 /// A batch that is being chosen.
@@ -131,71 +175,82 @@ struct Batch {
     room: Room,
     load: Load,
     chosen: BTreeSet<JobId>,
-    /// Seconds that the steps of the chosen jobs would take, each alone.
-    apart: f64,
-    /// Seconds that all jobs so far need one after the other.
-    serial: f64,
-    /// Seconds that the step may take.
+    /// Seconds that the step may take for the chosen jobs to meet their targets.
     longest: f64,
+    promises: Vec<Promise>,
 }
 
 impl Batch {
-    fn new(held: u64) -> Self {
-        Self {
-            room: Room::new(held),
-            load: Load::default(),
-            chosen: BTreeSet::new(),
-            apart: 0.0,
-            serial: 0.0,
-            longest: f64::INFINITY,
-        }
+    /// Jobs that have to come before all others because a deadline would be missed if the first of `order` ran now.
+    /// A job that is long overdue does not give way any more.
+    fn pressing(
+        &self,
+        now: Duration,
+        order: &[Candidate<'_>],
+        predictor: &Predictor,
+        rules: &Rules,
+    ) -> BTreeSet<JobId> {
+        let Some(first) = order.first() else {
+            return BTreeSet::new();
+        };
+        let overdue = first.key.0.saturating_add(duration(rules.class_s)) <= now;
+        let alone = predictor.step(first.load);
+        let broken = self.broken(first, alone, alone);
+        let count = broken.filter(|_| !overdue).map_or(0, |last| last + 1);
+        let pressing = self.promises.iter().take(count);
+        pressing.map(|promise| promise.id).collect()
     }
 
-    fn take(&mut self, now: Duration, job: &Candidate<'_>, alone: f64, room: Room) {
+    /// The last promise that a step of `seconds` breaks if `job`, which takes `alone` seconds by itself, is in it.
+    fn broken(&self, job: &Candidate<'_>, alone: f64, seconds: f64) -> Option<usize> {
+        let own = self.promises.iter().position(|p| p.id == job.entry.job.id);
+        let breaks = |at: &usize| {
+            let promise = &self.promises[*at];
+            let own = own.is_some_and(|own| own <= *at);
+            seconds > promise.slack + promise.gained + if own { alone } else { 0.0 }
+        };
+        (0..self.promises.len()).rev().find(breaks)
+    }
+
+    fn take(&mut self, now: Duration, job: &Candidate<'_>, predictor: &Predictor, room: Room) {
+        let alone = predictor.step(job.load);
         self.room = room;
         self.load = self.load + job.load;
         self.chosen.insert(job.entry.job.id);
-        self.apart += alone;
-        let pace = job.seconds(now) / job.left();
+        let pace = job.target.saturating_sub(now).as_secs_f64() / job.left();
         // Who would be late even alone holds nobody up.
         if pace >= alone {
             self.longest = self.longest.min(pace);
         }
-        self.skip(now, job, alone);
-    }
-
-    /// The job is considered. If it is in time once those before it and itself have run one after the other, it has
-    /// to be so after this step, which takes from that what its jobs would have taken alone.
-    fn skip(&mut self, now: Duration, job: &Candidate<'_>, alone: f64) {
-        self.serial += alone * job.left();
-        let slack = job.seconds(now) - self.serial;
-        if slack >= 0.0 {
-            self.longest = self.longest.min(slack + self.apart);
+        let own = self.promises.iter().position(|p| p.id == job.entry.job.id);
+        for promise in self.promises.iter_mut().skip(own.unwrap_or(usize::MAX)) {
+            promise.gained += alone;
         }
     }
 
-    /// Whether a job of `load`, whose step alone takes `alone` seconds, should join.
-    fn accepts(&self, load: Load, alone: f64, predictor: &Predictor, rules: &Rules) -> bool {
+    /// Whether a job that fits should join.
+    fn accepts(&self, job: &Candidate<'_>, predictor: &Predictor, rules: &Rules) -> bool {
         if self.chosen.is_empty() {
             return true;
         }
-        let with = predictor.step(self.load + load);
+        let alone = predictor.step(job.load);
+        let with = predictor.step(self.load + job.load);
         let without = predictor.step(self.load);
         let saved = without + alone - with;
         let overhead = without - predictor.marginal(self.load);
         let pays = saved >= rules.pay * alone && overhead >= rules.overhead * without;
-        pays && with <= self.longest
+        pays && with <= self.longest && self.broken(job, alone, with).is_none()
     }
 }
 
 impl Candidate<'_> {
-    /// Until the target.
-    fn seconds(&self, now: Duration) -> f64 {
-        self.target.saturating_sub(now).as_secs_f64()
-    }
-
     /// Steps to do.
     fn left(&self) -> f64 {
         f64::from(self.entry.left().max(1))
     }
+}
+
+/// Seconds that may be too many to be told.
+fn duration(seconds: f64) -> Duration {
+    Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
 }

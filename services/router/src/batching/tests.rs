@@ -138,8 +138,9 @@ fn who_is_in_a_hurry_parks_others_who_go_on_where_they_stopped() {
     assert_eq!(drive.decided, decided);
 }
 
-#[test]
-fn a_full_higher_class_holds_a_lower_one_up_for_a_bounded_time() {
+/// Runs a background job while more urgent ones never stop coming, each with a deadline of `due` times its own
+/// run, if that is given. Answers when it was done.
+fn beside_a_full_higher_class(due: Option<f64>) -> (Duration, Rules, f64) {
     let mut drive = Drive::new(ONE, 0);
     let background = Job {
         class: Class::Background,
@@ -148,24 +149,62 @@ fn a_full_higher_class_holds_a_lower_one_up_for_a_bounded_time() {
     drive.state.push(background);
     let mut next = 1;
     while !drive.finished.contains_key(&0) {
-        // Somebody more urgent is always waiting.
         while drive.state.entries().count() < 4 {
-            let urgent = Job {
+            let urgent = job(next, 1024, 8);
+            let alone = 8.0 * drive.predictor.step(urgent.load());
+            drive.state.push(Job {
                 class: Class::Interactive,
                 arrived: drive.now,
-                ..job(next, 1024, 8)
-            };
-            drive.state.push(urgent);
+                deadline: due.map(|times| drive.now + Duration::from_secs_f64(alone * times)),
+                ..urgent
+            });
             next += 1;
         }
         assert!(drive.turn());
-        // Its target, two classes later: whoever comes after that is behind it. Then its own run.
-        let alone = 20.0 * drive.predictor.step(background.load());
-        let bound = 2.0 * drive.rules.class_s + (drive.rules.stretch + 1.0) * alone;
-        let bound = Duration::from_secs_f64(bound + 1.0);
-        assert!(drive.now < bound, "still waiting after {:?}", drive.now);
+        assert!(drive.now < Duration::from_secs(3600), "starved");
     }
-    assert!(next > 10);
+    assert!(next > 100);
+    let alone = 20.0 * drive.predictor.step(background.load());
+    (drive.finished[&0], drive.rules, alone)
+}
+
+#[test]
+fn a_full_higher_class_holds_a_lower_one_up_for_a_bounded_time() {
+    let (done, rules, alone) = beside_a_full_higher_class(None);
+    // Its target, two classes later: whoever comes after that is behind it. Then its own run.
+    let bound = 2.0 * rules.class_s + (rules.stretch + 1.0) * alone;
+    assert!(
+        done < Duration::from_secs_f64(bound + 1.0),
+        "{done:?} {bound}"
+    );
+    // Deadlines that come before all else do so until it is long overdue.
+    let (done, rules, alone) = beside_a_full_higher_class(Some(4.0));
+    let bound = 3.0 * rules.class_s + (rules.stretch + 1.0) * alone;
+    assert!(
+        done < Duration::from_secs_f64(bound + 1.0),
+        "{done:?} {bound}"
+    );
+}
+
+#[test]
+fn a_deadline_far_away_makes_nobody_wait_and_a_near_one_comes_first() {
+    let order = |deadline: u64| {
+        let mut drive = Drive::new(ONE, 0);
+        drive.state.push(Job {
+            deadline: Some(Duration::from_millis(deadline)),
+            ..job(1, 2048, 2)
+        });
+        drive.state.push(job(2, 2048, 2));
+        drive.state.push(job(3, 512, 2));
+        drive.run(100);
+        let mut order: Vec<_> = drive.finished.iter().map(|(id, at)| (*at, *id)).collect();
+        order.sort_unstable();
+        order.into_iter().map(|(_, id)| id).collect::<Vec<_>>()
+    };
+    // As if there were none: the smallest first.
+    assert_eq!(order(3_000_000), [3, 1, 2]);
+    // Two steps of 83 ms alone; there is no time for anybody else.
+    assert_eq!(order(200), [1, 3, 2]);
 }
 
 #[test]
@@ -326,26 +365,29 @@ proptest! {
         prop_assert!(all.iter().all(|(id, job)| done[id] == job.steps));
     }
 
-    /// Deadlines of one class that can be met one job after the other, the earliest first, are met, whether
-    /// jobs may share steps or not.
+    /// Deadlines of one class that can be met one job after the other, the earliest first, are met, whether jobs may
+    /// share steps or not, and whatever is there besides.
     #[test]
     fn deadlines_that_can_be_met_are_met(
-        jobs in proptest::collection::vec((1..5000_u32, 1..12_u32, 0.0..0.5_f64), 1..12),
+        jobs in proptest::collection::vec((1..5000_u32, 1..6_u32, 0.0..0.5_f64, any::<bool>()), 1..12),
         shared in any::<bool>(), streamed in 0..2_u32,
     ) {
         let limits = if shared { ROOMY } else { ONE };
         let mut drive = Drive::new(limits, streamed * 8);
-        let mut end = Duration::ZERO;
+        let (mut end, mut latest) = (Duration::ZERO, Duration::ZERO);
         let mut deadlines = BTreeMap::new();
-        for (id, (tokens, steps, slack)) in (0..).zip(jobs) {
+        for (id, (tokens, steps, slack, due)) in (0..).zip(jobs) {
             let job = job(id, tokens, steps);
+            if !due {
+                drive.state.push(job);
+                continue;
+            }
             let alone = drive.predictor.step(job.load()) * f64::from(steps);
             end += Duration::from_secs_f64(alone) + Duration::from_micros(1);
-            let deadline = end + Duration::from_secs_f64(slack);
             // Later jobs never have an earlier one.
-            let latest = deadlines.values().max().copied().unwrap_or(deadline);
-            deadlines.insert(id, deadline.max(latest));
-            drive.state.push(Job { deadline: Some(deadline.max(latest)), ..job });
+            latest = latest.max(end + Duration::from_secs_f64(slack));
+            deadlines.insert(id, latest);
+            drive.state.push(Job { deadline: Some(latest), ..job });
         }
         drive.run(200);
         for (id, deadline) in deadlines {
