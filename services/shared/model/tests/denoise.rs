@@ -298,19 +298,22 @@ fn a_finished_job_fails_the_call_and_changes_no_other_job() {
 }
 
 #[test]
-fn rescaled_guidance_changes_the_picture_and_zero_does_not() {
+fn options_of_guidance_change_the_picture_and_their_defaults_do_not() {
     let model = model(false);
-    let with = |guidance_rescale: f64| {
+    let with = |guidance_rescale: f64, preserve_norm: bool| {
         let options = JobOptions {
             guidance_rescale,
+            preserve_norm,
             ..JobOptions::default()
         };
         let job = DenoiseJob::with_options(model, plain().spec(model), options).unwrap();
         run(model, vec![job], &[0]).remove(0)
     };
     let plain = run(model, vec![job(&plain(), model)], &[0]).remove(0);
-    assert_eq!(with(0.0), plain);
-    assert_ne!(with(0.7), plain);
+    assert_eq!(with(0.0, false), plain);
+    assert_ne!(with(0.7, false), plain);
+    assert_ne!(with(0.0, true), plain);
+    assert_ne!(with(0.7, true), with(0.7, false));
 }
 
 #[test]

@@ -230,6 +230,43 @@ fn experts_that_move_between_steps_change_no_picture() {
     }
 }
 
+#[test]
+fn a_decision_about_experts_sees_the_tokens_of_its_interval_only() {
+    let plan: Plan = "ulysses=2,ep=ulysses".parse().unwrap();
+    let balance = BalanceOptions {
+        eplb: EplbConfig {
+            enabled: true,
+            interval_steps: 1,
+        },
+        extra_slots: 1,
+        hosts: 1,
+    };
+    // The same tokens again move nothing, so how often they came must not be seen in what follows.
+    let decision = |times: u64| {
+        let ranks = threads::on_ranks(&plan, PATIENT, |ctx| {
+            let model = open_with(plan, ctx.rank(), balance);
+            let interval = |salt| {
+                let ids = ids(24, salt);
+                let mut cache = model.cache(24).unwrap();
+                let rows = [row(0, &ids, &[])];
+                model
+                    .run_rows(&ctx, &rows, &mut [&mut cache], &mut NoProbe)
+                    .unwrap();
+                model.rebalance(&ctx).unwrap()
+            };
+            assert!(!interval(1).is_empty(), "no expert has moved");
+            for _ in 1..times {
+                assert!(interval(1).is_empty());
+            }
+            interval(2)
+        });
+        ranks.unwrap()
+    };
+    let once = decision(1);
+    assert!(!once[0].is_empty(), "no expert has moved");
+    assert_eq!(once, decision(4));
+}
+
 /// Keys and values, and hidden states, of one rank after each of several passes.
 struct Written {
     prefixes: Vec<PrefixKv>,

@@ -113,7 +113,7 @@ impl fmt::Display for Rule {
             Self::GuidanceDistilled => {
                 f.write_str("guidance is distilled into the model, which needs one row")
             }
-            Self::GuidanceOff => f.write_str("it needs a guidance above 1"),
+            Self::GuidanceOff => f.write_str("it needs the two rows of a guidance above 1"),
         }
     }
 }

@@ -30,11 +30,11 @@ pub(crate) fn divisible() -> ModelConfig {
     parse(&config)
 }
 
-fn parse(config: &serde_json::Value) -> ModelConfig {
+pub(crate) fn parse(config: &serde_json::Value) -> ModelConfig {
     ModelConfig::parse(config, &json!({ "flow_shift": 3.0 })).unwrap()
 }
 
-fn base(distilled: bool) -> serde_json::Value {
+pub(crate) fn base(distilled: bool) -> serde_json::Value {
     json!({
         "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 6, "num_key_value_heads": 2, "attention_head_dim": 8,

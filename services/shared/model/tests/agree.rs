@@ -1,0 +1,134 @@
+//! Ranks that disagree end together; what all of them refuse ends nothing.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod common;
+
+use std::ops::Range;
+use std::time::Duration;
+
+use common::{CELL, divisible, ids};
+use model::backbone::NoProbe;
+use model::input::RowInput;
+use model::{DenoiseJob, JobSpec, KvCache, LoadOptions, Model, ModelError, Parts};
+use parallel::collective::threads;
+use parallel::{ParallelError, Plan, RankContext};
+
+/// Long enough never to be reached by ranks that are well.
+const PATIENT: Duration = Duration::from_secs(60);
+/// More positions than the model has.
+const TOO_MANY: usize = 301;
+
+/// One group of each kind; ranks 0 and 1 share one.
+const PLANS: [&str; 4] = ["tp=2", "ulysses=2,ep=ulysses", "ring=2", "pp=2"];
+
+fn open(plan: Plan, rank: usize) -> Model {
+    let options = LoadOptions {
+        parts: Parts {
+            diffusion: true,
+            ..Parts::PREFIX
+        },
+        plan,
+        rank,
+        ..LoadOptions::default()
+    };
+    Model::random(divisible(), options, 1).unwrap()
+}
+
+/// Runs `tokens` as the tokens `start..` of a row that has none yet.
+fn run(model: &Model, ctx: &RankContext, range: Range<usize>) -> Result<(), ModelError> {
+    let ids = ids(range.len(), 1);
+    let row = RowInput {
+        start: range.start,
+        ids: &ids,
+        images: &[],
+        full: &[],
+        vectors: &[],
+    };
+    let mut cache: KvCache = model.cache(range.len()).unwrap();
+    let ran = model.run_rows(ctx, &[row], &mut [&mut cache], &mut NoProbe);
+    ran.map(drop)
+}
+
+#[test]
+fn a_rank_that_fails_alone_ends_the_pass_on_the_others() {
+    for text in PLANS {
+        let plan: Plan = text.parse().unwrap();
+        let ranks = threads::on_ranks(&plan, PATIENT, |ctx| {
+            let model = open(plan, ctx.rank());
+            // Rank 1 is told to continue a row that is empty.
+            let start = ctx.rank();
+            let ended = run(&model, &ctx, start..start + 5).unwrap_err();
+            // A context that is dropped would end the others, too.
+            (ended, ctx)
+        });
+        let ranks = ranks.unwrap();
+        let of_rank = |rank: usize| &ranks[rank].0;
+        assert!(matches!(of_rank(1), ModelError::Internal(_)), "{text}");
+        let told = matches!(
+            of_rank(0),
+            ModelError::Ranks(ParallelError::Aborted { rank: 1, .. })
+        );
+        assert!(told, "{text}: {}", of_rank(0));
+    }
+}
+
+#[test]
+fn what_every_rank_refuses_leaves_the_groups_as_they_were() {
+    for text in PLANS {
+        let plan: Plan = text.parse().unwrap();
+        let ranks = threads::on_ranks(&plan, PATIENT, |ctx| {
+            let model = open(plan, ctx.rank());
+            let refused = run(&model, &ctx, 0..TOO_MANY).unwrap_err();
+            (refused, run(&model, &ctx, 0..5), ctx)
+        });
+        for (refused, after, _) in ranks.unwrap() {
+            let named = matches!(refused, ModelError::InvalidArgument { .. });
+            assert!(named, "{text}: {refused}");
+            assert!(after.is_ok(), "{text}: {after:?}");
+        }
+    }
+}
+
+#[test]
+fn weights_of_another_rank_or_plan_run_nothing() {
+    let plan: Plan = "tp=2".parse().unwrap();
+    let contexts = threads::contexts(&plan, PATIENT).unwrap();
+    for (rank, ctx) in [(0, &contexts[1]), (1, &RankContext::single())] {
+        let refused = run(&open(plan, rank), ctx, 0..5).unwrap_err();
+        assert!(matches!(refused, ModelError::Internal(_)), "{refused}");
+    }
+}
+
+#[test]
+fn a_request_without_guidance_is_refused_by_name_where_its_rows_are_spread() {
+    let plan: Plan = "cfg=2".parse().unwrap();
+    for rank in 0..2 {
+        let model = open(plan, rank);
+        let cache = model.cache(1).unwrap();
+        let prefix = Some(std::sync::Arc::new(cache.into_prefix()));
+        let job = |guidance: f64| {
+            let spec = JobSpec {
+                height: CELL,
+                width: CELL,
+                steps: 1,
+                guidance,
+                seed: 0,
+                cond: prefix.clone(),
+                uncond: prefix.clone(),
+            };
+            DenoiseJob::new(&model, spec)
+        };
+        for guidance in [0.0, 1.0, f64::NAN] {
+            let refused = job(guidance).unwrap_err();
+            let named = matches!(
+                refused,
+                ModelError::InvalidArgument {
+                    field: "guidance",
+                    ..
+                }
+            );
+            assert!(named, "rank {rank}, {guidance}: {refused}");
+        }
+        assert!(job(1.5).is_ok());
+    }
+}
