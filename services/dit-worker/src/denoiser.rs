@@ -11,6 +11,8 @@ use crate::batch::{Denoiser, Weight};
 
 /// Side of the latents that the decoder warms up with.
 const WARM_UP_SIDE: usize = 2;
+/// Guidance of the warm-up where it must have two rows.
+const WARM_UP_GUIDANCE: f64 = 2.0;
 
 /// One picture in the making on all ranks of the worker.
 #[derive(Debug)]
@@ -64,12 +66,15 @@ pub(crate) struct ModelDenoiser {
 }
 
 impl ModelDenoiser {
-    /// What moved between this step and the next. Ranks of one expert-parallel group say the same, so one
-    /// of them speaks for each layer.
+    /// What moved between this step and the next. Ranks of one expert-parallel group say the same, so the
+    /// first of each group speaks for it.
     fn report(&self, by_rank: &[Vec<LayerChange>]) {
-        let mut layers: Vec<&LayerChange> = by_rank.iter().flatten().collect();
-        layers.sort_by_key(|change| change.layer);
-        layers.dedup_by_key(|change| change.layer);
+        let speaks = |model: &Arc<model::Model>| model.rank().is_first_of_experts();
+        let ranks = self.ranks.models().iter().zip(by_rank);
+        let layers: Vec<&LayerChange> = ranks
+            .filter(|(model, _)| speaks(model))
+            .flat_map(|(_, changes)| changes)
+            .collect();
         if layers.is_empty() {
             return;
         }
@@ -166,7 +171,7 @@ pub(crate) fn warm_up(ranks: &Ranks) -> Result<(), StageError> {
     let prefix = Arc::new(PrefixKv::new(info.kv, 1, vec![0.0; values])?);
     // Ranks over guidance rows have nothing to do without guidance.
     let guidance = if ranks.plan().cfg > 1 {
-        info.default_guidance
+        WARM_UP_GUIDANCE
     } else {
         1.0
     };

@@ -216,6 +216,11 @@ impl RankShard {
         })
     }
 
+    /// Whether this is the first rank of its expert-parallel group.
+    pub fn is_first_of_experts(&self) -> bool {
+        self.place(self.plan.ep).index == 0
+    }
+
     /// Whether the ranks of a ring hold different tokens of a prefix.
     pub(crate) fn shards_prefix(&self) -> bool {
         self.plan.ring > 1 && self.plan.ring_prefix == RingPrefix::Sharded

@@ -9,8 +9,9 @@ use std::time::Duration;
 use common::{CELL, divisible, ids};
 use model::backbone::NoProbe;
 use model::input::RowInput;
-use model::{DenoiseJob, JobSpec, KvCache, LoadOptions, Model, ModelError, Parts};
+use model::{BalanceOptions, DenoiseJob, JobSpec, KvCache, LoadOptions, Model, ModelError, Parts};
 use parallel::collective::threads;
+use parallel::eplb::EplbConfig;
 use parallel::{ParallelError, Plan, RankContext};
 
 /// Long enough never to be reached by ranks that are well.
@@ -22,6 +23,13 @@ const TOO_MANY: usize = 301;
 const PLANS: [&str; 4] = ["tp=2", "ulysses=2,ep=ulysses", "ring=2", "pp=2"];
 
 fn open(plan: Plan, rank: usize) -> Model {
+    let balance = BalanceOptions {
+        eplb: EplbConfig {
+            enabled: true,
+            interval_steps: 1,
+        },
+        ..BalanceOptions::default()
+    };
     let options = LoadOptions {
         parts: Parts {
             diffusion: true,
@@ -29,6 +37,7 @@ fn open(plan: Plan, rank: usize) -> Model {
         },
         plan,
         rank,
+        balance,
         ..LoadOptions::default()
     };
     Model::random(divisible(), options, 1).unwrap()
@@ -131,4 +140,38 @@ fn a_request_without_guidance_is_refused_by_name_where_its_rows_are_spread() {
         }
         assert!(job(1.5).is_ok());
     }
+}
+
+#[test]
+fn experts_whose_move_failed_are_not_used_again() {
+    let plan: Plan = "ulysses=2,ep=ulysses".parse().unwrap();
+    let models = [open(plan, 0), open(plan, 1)];
+    let both = |work: &(dyn Fn(&Model, &RankContext) -> Result<(), ModelError> + Sync)| {
+        threads::on_ranks(&plan, PATIENT, |ctx| {
+            let done = work(&models[ctx.rank()], &ctx);
+            (done, ctx)
+        })
+        .unwrap()
+        .into_iter()
+        .map(|(done, _)| done)
+        .collect::<Vec<_>>()
+    };
+    let pass = |model: &Model, ctx: &RankContext| run(model, ctx, 0..9);
+    let moving = |model: &Model, ctx: &RankContext| model.rebalance(ctx).map(drop);
+    assert!(both(&pass).iter().all(Result::is_ok));
+    assert!(both(&moving).iter().all(Result::is_ok));
+    assert!(both(&pass).iter().all(Result::is_ok));
+    // Rank 1 gives up before it has said what its tokens chose.
+    let half = both(&|model: &Model, ctx: &RankContext| {
+        if ctx.rank() == 0 {
+            return moving(model, ctx);
+        }
+        ctx.abort("gave up");
+        Ok(())
+    });
+    assert!(half[0].is_err() && half[1].is_ok());
+    let after = both(&pass);
+    let refused = after[0].as_ref().unwrap_err();
+    assert!(matches!(refused, ModelError::Internal(_)), "{refused}");
+    assert!(after[1].is_err(), "rank 1 went on without rank 0");
 }

@@ -14,5 +14,5 @@ pub use engine::Engine;
 pub use error::{StageError, model_code};
 pub use gate::Gate;
 pub use host::{HostConfig, Stage};
-pub use ranks::{RANK_PATIENCE, RankLoad, Ranks};
+pub use ranks::{MAX_LOCAL_RANKS, RANK_PATIENCE, RankLoad, Ranks};
 pub use rendezvous::RegistryRendezvous;

@@ -18,6 +18,9 @@ use crate::{StageError, engine::guard};
 /// time, so only a defect reaches this.
 pub const RANK_PATIENCE: Duration = Duration::from_secs(300);
 
+/// Most ranks of one process. Each has a thread and its part of the weights, so more would only take memory.
+pub const MAX_LOCAL_RANKS: usize = 64;
+
 /// What the ranks of a plan load.
 #[derive(Debug, Clone, Copy)]
 pub struct RankLoad {
@@ -51,10 +54,16 @@ impl Ranks {
     /// Opens each rank's part of a checkpoint.
     ///
     /// # Errors
-    /// `Config` naming `plan` for a mesh that cannot be, `Model` when the checkpoint does not load or the
-    /// plan does not fit it.
+    /// `Config` naming `plan` for a mesh that cannot be or has more than [`MAX_LOCAL_RANKS`], `Model` when
+    /// the checkpoint does not load or the plan does not fit it.
     pub fn open(dir: &Path, load: RankLoad) -> Result<Self, StageError> {
         let plan = load.plan;
+        let count: usize = plan.sizes().into_iter().fold(1, usize::saturating_mul);
+        if count > MAX_LOCAL_RANKS {
+            let message =
+                format!("{plan} has {count} ranks, at most {MAX_LOCAL_RANKS} run in one process");
+            return Err(StageError::config("plan", message));
+        }
         let contexts = connect(&plan)?;
         let open = |ctx: &RankContext| {
             let options = LoadOptions {
@@ -122,10 +131,12 @@ impl Ranks {
         let ranks = contexts.iter().zip(&self.models).zip(inputs);
         let one = |((ctx, model), input): ((&RankContext, &Arc<Model>), I)| {
             let done = guard("rank", || work(model, ctx, input));
-            if let Err(panic) = &done {
-                ctx.abort(&panic.to_string());
+            let done = done.and_then(|result| result.map_err(StageError::from));
+            if let Err(error) = &done {
+                // The groups are made anew below, so it does not matter whether all ranks failed alike.
+                ctx.abort(&error.to_string());
             }
-            done.and_then(|result| result.map_err(StageError::from))
+            done
         };
         let results: Vec<Result<T, StageError>> = if self.models.len() == 1 {
             ranks.map(one).collect()
@@ -168,4 +179,85 @@ fn gathered<T>(results: Vec<Result<T, StageError>>) -> Result<Vec<T>, StageError
     };
     errors.sort_by_key(of_another);
     errors.into_iter().next().map_or(Ok(all), Err)
+}
+
+#[cfg(test)]
+mod tests {
+    use parallel::Axis;
+
+    use super::*;
+
+    const CHECKPOINT: &str = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../../integration-tests/fixtures/golden/model"
+    );
+
+    fn ranks(plan: &str) -> Ranks {
+        let load = RankLoad {
+            parts: Parts::PREFIX,
+            alone: Parts::PREFIX,
+            plan: plan.parse().unwrap(),
+            balance: BalanceOptions::default(),
+        };
+        Ranks::open(Path::new(CHECKPOINT), load).unwrap()
+    }
+
+    /// Sums `value` over the tensor-parallel ranks.
+    fn sum(ctx: &RankContext, value: f32) -> Result<f32, ModelError> {
+        let group = ctx.group(Axis::Tp.into()).unwrap();
+        Ok(group.all_reduce(vec![value])?.wait()?[0])
+    }
+
+    /// Rank 1 ends with `end` while rank 0 waits for it; then all ranks work again.
+    fn after(end: impl Fn() -> ModelError + Sync) -> StageError {
+        let ranks = ranks("tp=2");
+        let failed = ranks.run(vec![false, true], |_, ctx, fails| {
+            if fails { Err(end()) } else { sum(ctx, 1.0) }
+        });
+        let again = ranks.run(vec![1.0, 2.0], |_, ctx, value| sum(ctx, value));
+        assert_eq!(again.unwrap(), [3.0, 3.0]);
+        failed.unwrap_err()
+    }
+
+    #[test]
+    fn a_rank_that_fails_is_the_one_reported_and_the_next_work_runs() {
+        let error = after(|| ModelError::Internal("of rank one".into()));
+        assert!(error.to_string().contains("of rank one"), "{error}");
+        let internal = matches!(error, StageError::Model(ModelError::Internal(_)));
+        assert!(internal, "not what the other rank saw of it: {error}");
+    }
+
+    #[test]
+    fn a_rank_that_panics_is_the_one_reported_and_the_next_work_runs() {
+        let error = after(|| panic!("on rank one"));
+        assert!(matches!(error, StageError::Panicked { .. }), "{error}");
+    }
+
+    #[test]
+    fn too_many_ranks_are_refused_before_anything_is_opened() {
+        for (ring, ulysses) in [(65, 1), (1000, 1), (1024, 1024)] {
+            let plan = Plan {
+                ring,
+                ulysses,
+                ..Plan::default()
+            };
+            let load = RankLoad {
+                parts: Parts::PREFIX,
+                alone: Parts::PREFIX,
+                plan,
+                balance: BalanceOptions::default(),
+            };
+            let error = Ranks::open(Path::new("nowhere"), load).unwrap_err();
+            let named = matches!(error, StageError::Config { field: "plan", .. });
+            assert!(named, "{error}");
+            assert!(error.to_string().contains("at most 64"), "{error}");
+        }
+    }
+
+    #[test]
+    fn ranks_and_inputs_are_counted() {
+        let ranks = ranks("single");
+        assert!(ranks.run(vec![(), ()], |_, _, ()| Ok(())).is_err());
+        assert_eq!(ranks.run(vec![7], |_, _, n| Ok(n)).unwrap(), [7]);
+    }
 }

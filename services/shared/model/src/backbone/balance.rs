@@ -4,6 +4,7 @@
 //! summed over the group, so all of its ranks decide alike. Every replica has the same weights, so a
 //! placement never changes a result.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use parallel::eplb::{EplbCluster, EplbConfig, LayerChange, Placement, Rebalancer, Spread};
@@ -27,7 +28,12 @@ pub struct BalanceOptions {
 
 /// The balancing state of one rank.
 #[derive(Debug)]
-pub(super) struct Balance(Mutex<Rebalancer>);
+pub(super) struct Balance {
+    state: Mutex<Rebalancer>,
+    /// Set while experts move and left so by a failure: other ranks may have gone over to placements that
+    /// this one does not know.
+    torn: AtomicBool,
+}
 
 impl Balance {
     /// `None` where experts are not spread or balancing is off.
@@ -65,13 +71,25 @@ impl Balance {
             Spread::Global
         };
         let state = Rebalancer::new(options.eplb, cluster, spread, &experts).map_err(refused)?;
-        Ok(Some(Self(Mutex::new(state))))
+        Ok(Some(Self {
+            state: Mutex::new(state),
+            torn: AtomicBool::new(false),
+        }))
     }
 
     /// Where the experts of this rank's layer `layer` are.
     pub(super) fn placement(&self, layer: usize) -> Option<Placement> {
-        let state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.placement(layer).cloned()
+    }
+
+    /// Refuses to compute with experts that may not be where the other ranks take them to be.
+    pub(super) fn check(&self) -> Result<(), ModelError> {
+        if self.torn.load(Ordering::Relaxed) {
+            let message = "an earlier move of experts failed, so their places are not known";
+            return Err(ModelError::Internal(message.into()));
+        }
+        Ok(())
     }
 
     /// Ends a step: at the end of an interval experts move. Called by every rank of the group between the
@@ -82,8 +100,9 @@ impl Balance {
         rank: &RankShard,
         layers: &[Layer],
     ) -> Result<Vec<LayerChange>, ModelError> {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let group = group(ctx, rank.plan().ep)?;
+        self.torn.store(true, Ordering::Relaxed);
         if state.is_due() {
             for (index, layer) in layers.iter().enumerate() {
                 // Counts up to 2^24 are exact in F32; beyond that a decision needs no last digit.
@@ -101,6 +120,7 @@ impl Balance {
                 .moe()
                 .rearrange(group, placement, &change.moves)?;
         }
+        self.torn.store(false, Ordering::Relaxed);
         Ok(changes)
     }
 }

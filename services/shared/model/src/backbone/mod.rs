@@ -89,7 +89,7 @@ impl Backbone {
 
     /// See [`crate::Model::rebalance`].
     pub(crate) fn rebalance(&self, ctx: &RankContext) -> Result<Vec<LayerChange>, ModelError> {
-        self.rank.check(ctx)?;
+        self.check(ctx)?;
         let Some(balance) = &self.balance else {
             return Ok(Vec::new());
         };
@@ -98,6 +98,12 @@ impl Backbone {
             change.layer += self.rank.layers().start;
         }
         Ok(changes)
+    }
+
+    /// Refuses a context of another rank, and experts whose places are not known.
+    fn check(&self, ctx: &RankContext) -> Result<(), ModelError> {
+        self.rank.check(ctx)?;
+        self.balance.as_ref().map_or(Ok(()), Balance::check)
     }
 
     /// Token embeddings, `[ids, hidden]`.
@@ -126,7 +132,7 @@ impl Backbone {
         goal: Goal,
         probe: &mut P,
     ) -> Result<Option<Tensor>, ModelError> {
-        self.rank.check(ctx)?;
+        self.check(ctx)?;
         if self.rank.plan().pp == 1 {
             return self.stage(ctx, x, (rows, rope), goal, probe);
         }
