@@ -178,7 +178,7 @@ fn a_full_higher_class_holds_a_lower_one_up_for_a_bounded_time() {
         "{done:?} {bound}"
     );
     // Deadlines that come before all else do so until it is long overdue.
-    let (done, rules, alone) = beside_a_full_higher_class(Some(4.0));
+    let (done, rules, alone) = beside_a_full_higher_class(Some(3.02));
     let bound = 3.0 * rules.class_s + (rules.stretch + 1.0) * alone;
     assert!(
         done < Duration::from_secs_f64(bound + 1.0),
