@@ -267,3 +267,50 @@ pub(crate) fn agreed<T>(ctx: &RankContext, result: Result<T, ModelError>) -> Res
     }
     result
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    const CHECKPOINT: &str = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../../integration-tests/fixtures/golden/model"
+    );
+
+    fn build(change: impl Fn(&mut Vec<SpRow>)) -> Result<RankShard, ParallelError> {
+        let config = ModelConfig::from_dir(Path::new(CHECKPOINT)).unwrap();
+        let mut table = sequence_table();
+        change(&mut table.rows);
+        let plan = "ulysses=2".parse().unwrap();
+        RankShard::build(&config, &plan, 1, &table)
+    }
+
+    #[test]
+    fn a_sequence_table_that_does_not_fit_the_model_is_refused_when_it_is_opened() {
+        type Change = fn(&mut Vec<SpRow>);
+        assert!(build(|_| {}).is_ok());
+        let changes: [(&str, Change); 4] = [
+            ("module", |rows| rows[0].module = "decoder".into()),
+            ("input", |rows| rows[0].input = Some("embeddings".into())),
+            ("dimensions", |rows| rows[0].expected_dims = 3),
+            ("output", |rows| rows.retain(|row| row.output.is_none())),
+        ];
+        for (what, change) in changes {
+            let refused = build(change).map(drop);
+            let named = matches!(refused, Err(ParallelError::SpPlan { .. }));
+            assert!(named, "{what}: {refused:?}");
+        }
+    }
+
+    #[test]
+    fn a_plan_that_does_not_fit_the_model_is_refused_by_name() {
+        let config = ModelConfig::from_dir(Path::new(CHECKPOINT)).unwrap();
+        for (plan, rank) in [("tp=3", 0), ("pp=99", 0), ("cfg=3", 0), ("tp=2", 2)] {
+            let refused = RankShard::new(&config, &plan.parse().unwrap(), rank).unwrap_err();
+            let named = matches!(&refused, ModelError::Config { field, .. } if field == "plan");
+            assert!(named, "{plan}, rank {rank}: {refused}");
+        }
+    }
+}

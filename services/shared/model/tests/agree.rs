@@ -4,12 +4,16 @@
 mod common;
 
 use std::ops::Range;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use common::{CELL, divisible, ids};
+use common::{CELL, Case, divisible, ids};
 use model::backbone::NoProbe;
+use model::diffusion::Velocities;
 use model::input::RowInput;
-use model::{BalanceOptions, DenoiseJob, JobSpec, KvCache, LoadOptions, Model, ModelError, Parts};
+use model::{
+    BalanceOptions, DenoiseJob, JobSpec, KvCache, LoadOptions, Model, ModelError, Parts, PrefixKv,
+};
 use parallel::collective::threads;
 use parallel::eplb::EplbConfig;
 use parallel::{ParallelError, Plan, RankContext};
@@ -114,7 +118,7 @@ fn a_request_without_guidance_is_refused_by_name_where_its_rows_are_spread() {
     for rank in 0..2 {
         let model = open(plan, rank);
         let cache = model.cache(1).unwrap();
-        let prefix = Some(std::sync::Arc::new(cache.into_prefix()));
+        let prefix = Some(Arc::new(cache.into_prefix()));
         let job = |guidance: f64| {
             let spec = JobSpec {
                 height: CELL,
@@ -174,4 +178,62 @@ fn experts_whose_move_failed_are_not_used_again() {
     let refused = after[0].as_ref().unwrap_err();
     assert!(matches!(refused, ModelError::Internal(_)), "{refused}");
     assert!(after[1].is_err(), "rank 1 went on without rank 0");
+}
+
+/// A job of `case` with the prefixes that the model's rank needs.
+fn job(case: &Case, whole: &Model, model: &Model) -> DenoiseJob {
+    let spec = case.spec(whole);
+    let own = |p: Option<Arc<PrefixKv>>| p.map(|p| Arc::new(p.part_of(model.rank()).unwrap()));
+    let spec = JobSpec {
+        cond: own(spec.cond),
+        uncond: own(spec.uncond),
+        ..spec
+    };
+    DenoiseJob::new(model, spec).unwrap()
+}
+
+#[test]
+fn a_step_that_fails_between_stages_moves_no_picture() {
+    let plan: Plan = "pp=2".parse().unwrap();
+    let case = |grid, seed| Case {
+        grid,
+        steps: 2,
+        seed,
+        guidance: 3.5,
+        tokens: (3, 4),
+    };
+    let cases = [case((2, 3), 1), case((1, 2), 2)];
+    let whole = open(Plan::default(), 0);
+    let models = [open(plan, 0), open(plan, 1)];
+    let jobs = |model: &Model| cases.clone().map(|case| job(&case, &whole, model));
+    let both = models.each_ref().map(|model| Mutex::new(jobs(model)));
+    let step = |fails: bool| {
+        threads::on_ranks(&plan, PATIENT, |ctx| {
+            let mut jobs = both[ctx.rank()].lock().unwrap();
+            let mut packed: Vec<&mut DenoiseJob> = jobs.iter_mut().collect();
+            // The last stage has the velocity of its last picture: all that is left is to bring latents home.
+            let mut observe = |index: usize, _: Velocities<'_>| {
+                if fails && index == 1 {
+                    ctx.abort("gave up");
+                }
+            };
+            let model = &models[ctx.rank()];
+            let done = model.denoise_step_observed(&ctx, &mut packed, &mut NoProbe, &mut observe);
+            (done, ctx)
+        })
+        .unwrap()
+    };
+    assert!(step(true).iter().all(|(done, _)| done.is_err()));
+    assert!(step(false).iter().all(|(done, _)| done.is_ok()));
+    let mut want = jobs(&whole);
+    let mut packed: Vec<&mut DenoiseJob> = want.iter_mut().collect();
+    whole
+        .denoise_step(&RankContext::single(), &mut packed)
+        .unwrap();
+    for jobs in &both {
+        for (got, want) in jobs.lock().unwrap().iter().zip(&want) {
+            assert_eq!(got.step(), 1);
+            assert!(got.latents().unwrap() == want.latents().unwrap());
+        }
+    }
 }

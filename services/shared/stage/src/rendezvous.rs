@@ -58,6 +58,7 @@ impl RegistryRendezvous {
             // The first picture tells the generation in force.
             let followed = contacts.wait_for(|contact: &Contact| contact.following);
             if followed.await.is_err() {
+                tokio::time::sleep(RETRY).await;
                 continue;
             }
             let current = pictures.current();
@@ -81,7 +82,7 @@ impl RegistryRendezvous {
     }
 }
 
-/// Wait before a picture that was too old is looked at again.
+/// Wait before a picture that was too old, or not there, is looked at again.
 const RETRY: Duration = Duration::from_millis(20);
 
 fn failed(what: &'static str, message: String) -> ParallelError {

@@ -70,23 +70,28 @@ impl Modules<'_> {
             self.backbone
                 .run(self.ctx, x, (&mut rows, &rope), Goal::Hidden, probe)?
         };
+        let mut advanced = Vec::new();
         if last {
             let hidden = hidden
                 .ok_or_else(|| ModelError::Internal("the last stage made no result".into()))?;
             let own = velocities(self.head, jobs, &hidden)?;
             let rows = self.gather_rows(own)?;
-            let mut guided = Vec::with_capacity(jobs.len());
             for (index, (job, rows)) in jobs.iter().zip(rows).enumerate() {
-                guided.push(guided_velocity(index, job, rows, observe)?);
-            }
-            for (job, velocity) in jobs.iter_mut().zip(guided) {
-                let step = job.step;
-                job.schedule
-                    .step(step, job.latents.as_f32_mut()?, velocity.as_f32()?)?;
+                let velocity = guided_velocity(index, job, rows, observe)?;
+                let mut latents = job.latents.clone();
+                let to = latents.as_f32_mut()?;
+                job.schedule.step(job.step, to, velocity.as_f32()?)?;
+                advanced.push(latents);
             }
         }
-        self.hop(jobs)?;
+        let mut advanced = self.hop(jobs, advanced)?.into_iter();
+        // From here on nothing fails.
         for job in jobs {
+            let latents = advanced.next();
+            job.has_latents = latents.is_some();
+            if let Some(latents) = latents {
+                job.latents = latents;
+            }
             job.step += 1;
         }
         Ok(())
@@ -117,24 +122,31 @@ impl Modules<'_> {
         Ok(jobs)
     }
 
-    /// Brings the new latents from the last pipeline stage to the first, which embeds them next.
-    fn hop(self, jobs: &mut [&mut DenoiseJob]) -> Result<(), ModelError> {
+    /// Brings the new latents from the last pipeline stage to the first, which embeds them next; nothing on
+    /// the stages between.
+    fn hop(
+        self,
+        jobs: &[&mut DenoiseJob],
+        advanced: Vec<Tensor>,
+    ) -> Result<Vec<Tensor>, ModelError> {
         let stage = self.rank.place(Axis::Pp);
         let (first, last) = self.rank.ends();
         if stage.size == 1 {
-            return Ok(());
+            return Ok(advanced);
         }
         let group = group(self.ctx, Axis::Pp)?;
-        for job in jobs {
-            if last {
-                group.send(0, job.latents.to_f32_vec())?;
-            } else if first {
-                let latents = group.recv(stage.size - 1)?.wait()?;
-                job.latents = Tensor::from_f32(job.latents.shape(), latents)?;
+        if last {
+            for latents in &advanced {
+                group.send(0, latents.to_f32_vec())?;
             }
-            job.has_latents = first || last;
+            return Ok(advanced);
         }
-        Ok(())
+        let receive = |job: &&mut DenoiseJob| {
+            let latents = group.recv(stage.size - 1)?.wait()?;
+            Ok(Tensor::from_f32(job.latents.shape(), latents)?)
+        };
+        let arriving = jobs.iter().filter(|_| first);
+        arriving.map(receive).collect()
     }
 }
 
