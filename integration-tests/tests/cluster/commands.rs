@@ -91,6 +91,13 @@ fn bad_settings_exit_64_with_one_sentence_before_a_port_opens() {
             &["dit-worker", "--model", model, "--max-rows", "0"],
             "max_rows",
         ),
+        (
+            &["dit-worker", "--model", model, "--plan", "tp=two"],
+            "plan",
+        ),
+        (&["ar-stage", "--model", model, "--plan", "cfg=2"], "plan"),
+        (&["up", "--model", model, "--ar-plan", "cfg=2"], "ar_plan"),
+        (&["up", "--model", model, "--dit-plan", "tp=0"], "dit_plan"),
         (&["kv-transfer", "--transport", "pigeon"], "transport"),
         (&["kv-transfer", "--pool-bytes", "lots"], "pool_bytes"),
         (

@@ -135,7 +135,7 @@ fn plan(role: Role, settings: &Settings, file: Option<&Path>) -> Result<Plan, Om
             client.ttl = settings.seconds("prefix_ttl_s")?;
             let config = ArStageConfig {
                 model: model_dir(settings)?,
-                plan: parallel_plan(settings, "plan")?,
+                plan: ar_plan(settings, "plan")?,
                 kv_transfer: settings.url("kv_transfer")?,
                 client,
                 max_queue: settings.count("max_queue", 1)?,
@@ -311,6 +311,17 @@ fn threads(settings: &Settings) -> Result<usize, OmniError> {
         )));
     }
     Ok(threads)
+}
+
+/// The plan of an AR stage, which computes both guidance rows of a request in one pass.
+pub(crate) fn ar_plan(settings: &Settings, key: &'static str) -> Result<parallel::Plan, OmniError> {
+    let plan = parallel_plan(settings, key)?;
+    if plan.cfg == 1 {
+        return Ok(plan);
+    }
+    Err(OmniError::Config(format!(
+        "{key} \"{plan}\": an AR stage has both guidance rows in one pass, so cfg must be 1"
+    )))
 }
 
 /// How experts move between the ranks of a worker.

@@ -55,15 +55,12 @@ impl UpConfig {
         settings: &Settings,
         config: Option<&Path>,
     ) -> Result<Self, OmniError> {
-        let plan = |key| {
-            let given = settings.get(key).is_some();
-            given
-                .then(|| crate::roles::parallel_plan(settings, key))
-                .transpose()
-        };
+        let given = |key| settings.get(key).is_some();
+        let ar_plan = given("ar_plan").then(|| crate::roles::ar_plan(settings, "ar_plan"));
+        let dit_plan = given("dit_plan").then(|| crate::roles::parallel_plan(settings, "dit_plan"));
         Ok(Self {
             model: crate::roles::model_dir(settings)?,
-            plans: [plan("ar_plan")?, plan("dit_plan")?],
+            plans: [ar_plan.transpose()?, dit_plan.transpose()?],
             listen: settings.socket("listen")?,
             http_listen: crate::roles::http_listen(settings)?,
             transport: settings.one_of("transport", &[("shm", "shm"), ("tcp", "tcp")])?,
