@@ -1,6 +1,6 @@
 //! Reads request bodies: bounded in bytes, in time, and in how many are read at once.
 use axum::{
-    body::{Body, Bytes},
+    body::{Body, BodyDataStream, Bytes},
     http::{HeaderMap, StatusCode, header::CONTENT_LENGTH, header::CONTENT_TYPE},
 };
 use base::{Code, Failure, limits::MAX_REQUEST_BYTES};
@@ -23,6 +23,11 @@ pub(super) const MAX_READING: usize = 64;
 pub(super) const MAX_READING_EDITS: usize = 4;
 /// Fields of one form.
 const MAX_PARTS: usize = 64;
+/// Bytes of a refused body that are still read, and dropped: a client that is sending gets its answer then,
+/// and not a broken connection.
+const MAX_DISCARD: usize = 8 << 20;
+/// Longest time spent on that.
+const DISCARD_TIME: Duration = Duration::from_secs(1);
 /// When to come back if too many bodies are being read.
 const RETRY: Duration = Duration::from_secs(1);
 
@@ -57,6 +62,21 @@ impl Reader {
         headers: &HeaderMap,
         body: Body,
     ) -> Result<Sent, HttpError> {
+        let mut chunks = body.into_data_stream();
+        let read = self.take(endpoint, headers, &mut chunks).await;
+        if read.is_err() {
+            // Whether it ends or not, the answer follows.
+            let _ = tokio::time::timeout(DISCARD_TIME, discard(&mut chunks)).await;
+        }
+        read
+    }
+
+    async fn take(
+        &self,
+        endpoint: Endpoint,
+        headers: &HeaderMap,
+        chunks: &mut BodyDataStream,
+    ) -> Result<Sent, HttpError> {
         let (limit, readers) = match endpoint {
             Endpoint::Edits => (MAX_EDIT_BYTES, &self.large),
             _ => (MAX_REQUEST_BYTES, &self.small),
@@ -69,7 +89,7 @@ impl Reader {
         }
         let reading = async {
             let _reader = readers.acquire().await.map_err(|_| busy())?;
-            let bytes = collect(body, limit).await?;
+            let bytes = collect(chunks, limit).await?;
             media.parse(bytes).await
         };
         let read = tokio::time::timeout(self.time, reading).await;
@@ -99,8 +119,18 @@ fn malformed(reason: impl fmt::Display) -> HttpError {
     Failure::new(Code::InvalidArgument, format!("the body is {reason}")).into()
 }
 
-async fn collect(body: Body, limit: usize) -> Result<Vec<u8>, HttpError> {
-    let mut chunks = body.into_data_stream();
+/// Reads on without keeping anything.
+async fn discard(chunks: &mut BodyDataStream) {
+    let mut dropped = 0;
+    while let Some(Ok(chunk)) = chunks.next().await {
+        dropped += chunk.len();
+        if dropped > MAX_DISCARD {
+            return;
+        }
+    }
+}
+
+async fn collect(chunks: &mut BodyDataStream, limit: usize) -> Result<Vec<u8>, HttpError> {
     let mut bytes = Vec::new();
     while let Some(chunk) = chunks.next().await {
         let chunk = chunk.map_err(|error| malformed(format!("cut short: {error}")))?;
