@@ -15,7 +15,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::back_support::{ctx, models};
 use crate::common::in_set;
-use crate::plan_runs::{LIMIT, cases, denoise, open, run_rank, worst};
+use crate::plan_runs::{FILES, LIMIT, cases, denoise, open, run_rank, worst};
 
 const ON_TWO: [&str; 6] = [
     "tp=2",
@@ -150,13 +150,7 @@ fn fits(text: &str) -> bool {
 }
 
 fn run(plans: &[&str]) {
-    let files = [
-        "03_denoise.json",
-        "04_vit.json",
-        "08_mixed.json",
-        "09_cond.json",
-    ];
-    if !in_set(&files) {
+    if !in_set(&FILES) {
         return;
     }
     let plans: Vec<&str> = plans.iter().copied().filter(|text| fits(text)).collect();
@@ -198,12 +192,7 @@ fn plans_on_four_processes_over_ucx_equal_one_rank() {
 
 #[test]
 fn a_rank_that_is_killed_or_stopped_ends_the_step_of_all_others() {
-    if !in_set(&[
-        "03_denoise.json",
-        "04_vit.json",
-        "08_mixed.json",
-        "09_cond.json",
-    ]) {
+    if !in_set(&FILES) {
         return;
     }
     let plans = ["cfg=2,ulysses=2", "cfg=2,ring=2", "ring=4"];

@@ -24,24 +24,7 @@ pub(crate) struct RankJob {
 impl RankJob {
     /// A job on every rank, each with its part of the whole prefixes in `spec`.
     pub(crate) fn new(ranks: &Ranks, spec: &JobSpec) -> Result<Self, StageError> {
-        let part = |model: &Arc<model::Model>| {
-            let own = |whole: &Option<Arc<PrefixKv>>| {
-                // A single rank needs all of it and copies nothing.
-                if ranks.models().len() == 1 {
-                    return Ok(whole.clone());
-                }
-                let part = whole
-                    .as_ref()
-                    .map(|p| p.part_of(model.rank()).map(Arc::new));
-                part.transpose()
-            };
-            let spec = JobSpec {
-                cond: own(&spec.cond)?,
-                uncond: own(&spec.uncond)?,
-                ..spec.clone()
-            };
-            DenoiseJob::new(model, spec)
-        };
+        let part = |model: &Arc<model::Model>| DenoiseJob::new(model, spec.part_of(model.rank())?);
         let parts = ranks.models().iter().map(part);
         Ok(Self {
             parts: parts.collect::<Result<_, ModelError>>()?,

@@ -216,6 +216,11 @@ impl RankShard {
         })
     }
 
+    /// Whether the plan has no other rank.
+    pub(crate) fn is_alone(&self) -> bool {
+        self.mesh.ranks() == 1
+    }
+
     /// Whether this is the first rank of its expert-parallel group.
     pub fn is_first_of_experts(&self) -> bool {
         self.place(self.plan.ep).index == 0

@@ -11,9 +11,7 @@ use common::{CELL, Case, divisible, ids};
 use model::backbone::NoProbe;
 use model::diffusion::Velocities;
 use model::input::RowInput;
-use model::{
-    BalanceOptions, DenoiseJob, JobSpec, KvCache, LoadOptions, Model, ModelError, Parts, PrefixKv,
-};
+use model::{BalanceOptions, DenoiseJob, JobSpec, KvCache, LoadOptions, Model, ModelError, Parts};
 use parallel::collective::threads;
 use parallel::eplb::EplbConfig;
 use parallel::{ParallelError, Plan, RankContext};
@@ -182,13 +180,7 @@ fn experts_whose_move_failed_are_not_used_again() {
 
 /// A job of `case` with the prefixes that the model's rank needs.
 fn job(case: &Case, whole: &Model, model: &Model) -> DenoiseJob {
-    let spec = case.spec(whole);
-    let own = |p: Option<Arc<PrefixKv>>| p.map(|p| Arc::new(p.part_of(model.rank()).unwrap()));
-    let spec = JobSpec {
-        cond: own(spec.cond),
-        uncond: own(spec.uncond),
-        ..spec
-    };
+    let spec = case.spec(whole).part_of(model.rank()).unwrap();
     DenoiseJob::new(model, spec).unwrap()
 }
 

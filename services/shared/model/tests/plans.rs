@@ -4,19 +4,18 @@
 mod common;
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Case, divisible, ids};
+use common::{Case, divisible, ids, plans};
 use model::backbone::NoProbe;
 use model::input::RowInput;
 use model::{
-    BalanceOptions, DenoiseJob, JobOptions, JobSpec, KvCache, Latents, LoadOptions, Model, Parts,
-    PrefixKv, RankShard,
+    BalanceOptions, DenoiseJob, JobOptions, KvCache, Latents, LoadOptions, Model, Parts, PrefixKv,
+    RankShard,
 };
 use parallel::collective::threads;
 use parallel::eplb::EplbConfig;
-use parallel::{Axis, Plan, RankContext, RingPrefix, SharedExpert};
+use parallel::{Axis, Plan, RankContext, RingPrefix};
 
 /// Long enough never to be reached by ranks that are well.
 const PATIENT: Duration = Duration::from_secs(60);
@@ -48,28 +47,6 @@ fn on_ranks<T: Send>(plan: Plan, work: impl Fn(&Model, &RankContext) -> T + Sync
     threads::on_ranks(&plan, PATIENT, work).unwrap()
 }
 
-/// Every plan on `ranks` ranks, with the options that only matter under some axes.
-fn plans(ranks: usize) -> Vec<Plan> {
-    let legal = Plan::legal(&divisible().shape(), ranks).unwrap();
-    let mut all = Vec::new();
-    for plan in legal {
-        all.push(plan);
-        if plan.tp > 1 {
-            all.push(Plan {
-                shared_expert: SharedExpert::Replicated,
-                ..plan
-            });
-        }
-        if plan.ring > 1 {
-            all.push(Plan {
-                ring_prefix: RingPrefix::Sharded,
-                ..plan
-            });
-        }
-    }
-    all
-}
-
 fn cases() -> [Case; 3] {
     let case = |grid, steps, seed, tokens| Case {
         grid,
@@ -91,15 +68,7 @@ fn denoise(whole: &Model, model: &Model, ctx: &RankContext) -> Vec<Option<Latent
     let mut jobs: Vec<DenoiseJob> = cases()
         .iter()
         .map(|case| {
-            let spec = case.spec(whole);
-            let own = |p: Option<Arc<_>>| {
-                p.map(|p: Arc<model::PrefixKv>| Arc::new(p.part_of(model.rank()).unwrap()))
-            };
-            let spec = JobSpec {
-                cond: own(spec.cond),
-                uncond: own(spec.uncond),
-                ..spec
-            };
+            let spec = case.spec(whole).part_of(model.rank()).unwrap();
             let options = JobOptions {
                 guidance_rescale: 0.3,
                 preserve_norm: case.seed == 2,
@@ -167,14 +136,7 @@ fn padding_is_counted_and_only_where_tokens_do_not_divide() {
     ] {
         let model = open(text.parse().unwrap(), 0);
         let padding = |case: &Case| {
-            let spec = case.spec(&whole);
-            let own =
-                |p: Option<Arc<PrefixKv>>| p.map(|p| Arc::new(p.part_of(model.rank()).unwrap()));
-            let spec = JobSpec {
-                cond: own(spec.cond),
-                uncond: own(spec.uncond),
-                ..spec
-            };
+            let spec = case.spec(&whole).part_of(model.rank()).unwrap();
             DenoiseJob::new(&model, spec).unwrap().padding()
         };
         assert_eq!(

@@ -3,18 +3,17 @@
 
 mod common;
 
-use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use common::{Case, divisible, ids};
+use common::{Case, divisible, ids, plans};
 use kernels::Routing;
 use model::backbone::Probe;
 use model::input::RowInput;
-use model::{DenoiseJob, JobSpec, KvCache, LoadOptions, Model, Parts, PrefixKv};
+use model::{DenoiseJob, JobSpec, KvCache, LoadOptions, Model, Parts};
 use parallel::collective::threads;
 use parallel::traffic::{Predictor, Routes, StepJob};
-use parallel::{AxisSet, Op, Plan, RankContext, RingPrefix, SharedExpert, Traffic};
+use parallel::{AxisSet, Op, Plan, RankContext, Traffic};
 
 /// Long enough never to be reached by ranks that are well.
 const PATIENT: Duration = Duration::from_secs(60);
@@ -46,27 +45,6 @@ fn cases() -> [Case; 2] {
     [case((2, 3), 1, (9, 7)), case((3, 5), 2, (5, 13))]
 }
 
-/// Every plan on `ranks` ranks, with the options that change what moves.
-fn plans(ranks: usize) -> Vec<Plan> {
-    let mut all = Vec::new();
-    for plan in Plan::legal(&divisible().shape(), ranks).unwrap() {
-        all.push(plan);
-        if plan.tp > 1 {
-            all.push(Plan {
-                shared_expert: SharedExpert::Replicated,
-                ..plan
-            });
-        }
-        if plan.ring > 1 {
-            all.push(Plan {
-                ring_prefix: RingPrefix::Sharded,
-                ..plan
-            });
-        }
-    }
-    all
-}
-
 /// What tokens chose: `experts[layer][row]`.
 #[derive(Debug, Default)]
 struct Choices {
@@ -94,16 +72,8 @@ impl Probe for Choices {
 
 /// One step of both jobs; prefixes are cut for the rank.
 fn step<P: Probe>(specs: &[JobSpec], model: &Model, ctx: &RankContext, probe: &mut P) {
-    let own = |p: &Option<Arc<PrefixKv>>| {
-        p.as_ref()
-            .map(|p| Arc::new(p.part_of(model.rank()).unwrap()))
-    };
     let job = |spec: &JobSpec| {
-        let spec = JobSpec {
-            cond: own(&spec.cond),
-            uncond: own(&spec.uncond),
-            ..spec.clone()
-        };
+        let spec = spec.part_of(model.rank()).unwrap();
         DenoiseJob::new(model, spec).unwrap()
     };
     let mut jobs: Vec<DenoiseJob> = specs.iter().map(job).collect();

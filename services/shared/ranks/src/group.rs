@@ -18,6 +18,7 @@ use super::{
     traffic::Payloads,
     world::{Inner, stopped},
 };
+use parallel::collective::{check_member, check_parts};
 use parallel::{Collective, MAX_IN_FLIGHT, Op, ParallelError, Pending, Traffic};
 
 /// One rank's end of a group of processes. Dropping it tells the others that the rank has left.
@@ -103,26 +104,6 @@ impl UcxGroup {
             input,
             waiter,
         })
-    }
-
-    fn divides(&self, elements: usize) -> Result<(), ParallelError> {
-        let rest = elements % self.size();
-        if rest == 0 {
-            return Ok(());
-        }
-        Err(ParallelError::Mismatch {
-            field: "buffer length",
-            expected: elements - rest,
-            got: elements,
-        })
-    }
-
-    fn member(&self, rank: usize) -> Result<(), ParallelError> {
-        let ranks = self.size();
-        if rank < ranks {
-            return Ok(());
-        }
-        Err(ParallelError::RankOutOfRange { rank, ranks })
     }
 }
 
@@ -216,7 +197,7 @@ impl Collective for UcxGroup {
     }
 
     fn reduce_scatter(&self, data: Vec<f32>) -> Result<Pending<Vec<f32>>, ParallelError> {
-        self.divides(data.len())?;
+        check_parts(data.len(), self.size())?;
         self.flat(Op::ReduceScatter, data)
     }
 
@@ -225,7 +206,7 @@ impl Collective for UcxGroup {
     }
 
     fn all_to_all(&self, data: Vec<f32>) -> Result<Pending<Vec<f32>>, ParallelError> {
-        self.divides(data.len())?;
+        check_parts(data.len(), self.size())?;
         self.flat(Op::AllToAll, data)
     }
 
@@ -243,7 +224,7 @@ impl Collective for UcxGroup {
     }
 
     fn broadcast(&self, root: usize, data: Vec<f32>) -> Result<Pending<Vec<f32>>, ParallelError> {
-        self.member(root)?;
+        check_member(root, self.size())?;
         self.flat(Op::Broadcast { root }, data)
     }
 
@@ -259,7 +240,7 @@ impl Collective for UcxGroup {
     }
 
     fn send(&self, to: usize, data: Vec<f32>) -> Result<(), ParallelError> {
-        self.member(to)?;
+        check_member(to, self.size())?;
         let op = Op::Send { to };
         if let Some(cause) = self.inner.shared.failure() {
             return Err(cause.error(op));
@@ -270,7 +251,7 @@ impl Collective for UcxGroup {
     }
 
     fn recv(&self, from: usize) -> Result<Pending<Vec<f32>>, ParallelError> {
-        self.member(from)?;
+        check_member(from, self.size())?;
         let group = self.id;
         let call = self.call(Op::Recv { from }, |waiter| Command::Claim {
             group,

@@ -42,6 +42,30 @@ pub struct JobSpec {
     pub uncond: Option<Arc<PrefixKv>>,
 }
 
+impl JobSpec {
+    /// The same picture with what `rank` needs of these whole prefixes: its part of the rows it computes. A
+    /// rank that is alone needs all of them and copies nothing.
+    ///
+    /// # Errors
+    /// Those of [`PrefixKv::part_of`].
+    pub fn part_of(&self, rank: &RankShard) -> Result<Self, ModelError> {
+        if rank.is_alone() {
+            return Ok(self.clone());
+        }
+        let cfg = rank.place(Axis::Cfg);
+        let part = |row: usize, whole: &Option<Arc<PrefixKv>>| {
+            let own = cfg.size == 1 || cfg.index == row;
+            let whole = whole.as_ref().filter(|_| own);
+            whole.map(|p| p.part_of(rank).map(Arc::new)).transpose()
+        };
+        Ok(Self {
+            cond: part(0, &self.cond)?,
+            uncond: part(1, &self.uncond)?,
+            ..self.clone()
+        })
+    }
+}
+
 /// What a caller rarely sets.
 #[derive(Clone, Debug, Default)]
 pub struct JobOptions {

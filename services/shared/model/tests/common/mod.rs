@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use model::input::RowInput;
 use model::{JobSpec, KvCache, Model, ModelConfig, PrefixKv};
-use parallel::RankContext;
+use parallel::{Plan, RankContext, RingPrefix, SharedExpert};
 use serde_json::json;
 
 pub(crate) const CELL: usize = 16;
@@ -103,4 +103,26 @@ impl Case {
             uncond: Some(prefix(model, &ids(self.tokens.1, self.seed + 1))),
         }
     }
+}
+
+/// Every plan on `ranks` ranks, with the options that only matter under some axes.
+pub(crate) fn plans(ranks: usize) -> Vec<Plan> {
+    let legal = Plan::legal(&divisible().shape(), ranks).unwrap();
+    let mut all = Vec::new();
+    for plan in legal {
+        all.push(plan);
+        if plan.tp > 1 {
+            all.push(Plan {
+                shared_expert: SharedExpert::Replicated,
+                ..plan
+            });
+        }
+        if plan.ring > 1 {
+            all.push(Plan {
+                ring_prefix: RingPrefix::Sharded,
+                ..plan
+            });
+        }
+    }
+    all
 }

@@ -86,6 +86,33 @@ impl fmt::Display for Op {
     }
 }
 
+/// Refuses a buffer that does not divide into one part for each of `size` ranks; for backends.
+///
+/// # Errors
+/// [`ParallelError::Mismatch`].
+pub fn check_parts(elements: usize, size: usize) -> Result<(), ParallelError> {
+    let rest = elements % size;
+    if rest == 0 {
+        return Ok(());
+    }
+    Err(ParallelError::Mismatch {
+        field: "buffer length",
+        expected: elements - rest,
+        got: elements,
+    })
+}
+
+/// Refuses a rank outside a group of `ranks`; for backends.
+///
+/// # Errors
+/// [`ParallelError::RankOutOfRange`].
+pub fn check_member(rank: usize, ranks: usize) -> Result<(), ParallelError> {
+    if rank < ranks {
+        return Ok(());
+    }
+    Err(ParallelError::RankOutOfRange { rank, ranks })
+}
+
 /// An operation in flight. It owns its buffers; the result comes out of [`Pending::wait`].
 ///
 /// Starting an operation never blocks, so work put between the start and the wait overlaps it.

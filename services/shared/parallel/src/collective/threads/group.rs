@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::super::{check_member, check_parts};
 use super::state::{Ready, Shared, Ticket};
 use crate::{Collective, Op, ParallelError, Pending, Traffic, ownership::chunk};
 
@@ -45,26 +46,6 @@ impl ThreadGroup {
             let ticket: Ticket = ticket;
             ticket.all().map(|ready| finish(&view, ready))
         }))
-    }
-
-    fn divides(&self, elements: usize) -> Result<(), ParallelError> {
-        let rest = elements % self.size();
-        if rest == 0 {
-            return Ok(());
-        }
-        Err(ParallelError::Mismatch {
-            field: "buffer length",
-            expected: elements - rest,
-            got: elements,
-        })
-    }
-
-    fn member(&self, rank: usize) -> Result<(), ParallelError> {
-        let ranks = self.size();
-        if rank < ranks {
-            return Ok(());
-        }
-        Err(ParallelError::RankOutOfRange { rank, ranks })
     }
 }
 
@@ -148,7 +129,7 @@ impl Collective for ThreadGroup {
     }
 
     fn reduce_scatter(&self, data: Vec<f32>) -> Result<Pending<Vec<f32>>, ParallelError> {
-        self.divides(data.len())?;
+        check_parts(data.len(), self.size())?;
         self.start(Op::ReduceScatter, vec![data], |view, ready| {
             view.sum(&ready, view.index)
         })
@@ -165,7 +146,7 @@ impl Collective for ThreadGroup {
     }
 
     fn all_to_all(&self, data: Vec<f32>) -> Result<Pending<Vec<f32>>, ParallelError> {
-        self.divides(data.len())?;
+        check_parts(data.len(), self.size())?;
         self.start(Op::AllToAll, vec![data], |view, ready| {
             view.all_to_all(&ready)
         })
@@ -188,7 +169,7 @@ impl Collective for ThreadGroup {
     }
 
     fn broadcast(&self, root: usize, data: Vec<f32>) -> Result<Pending<Vec<f32>>, ParallelError> {
-        self.member(root)?;
+        check_member(root, self.size())?;
         self.start(Op::Broadcast { root }, vec![data], move |view, ready| {
             view.copy(&ready, root, 0)
         })
@@ -209,12 +190,12 @@ impl Collective for ThreadGroup {
     }
 
     fn send(&self, to: usize, data: Vec<f32>) -> Result<(), ParallelError> {
-        self.member(to)?;
+        check_member(to, self.size())?;
         self.shared.post(self.index, to, data)
     }
 
     fn recv(&self, from: usize) -> Result<Pending<Vec<f32>>, ParallelError> {
-        self.member(from)?;
+        check_member(from, self.size())?;
         let ticket = self.shared.claim(from, self.index)?;
         Ok(Pending::new(move || ticket.mail(from)))
     }
