@@ -13,6 +13,8 @@
 //! * [`plain`] holds the definition of every operation in obvious loops; the tests compare against it.
 
 mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod error;
 pub mod plain;
 mod tensor;
