@@ -15,9 +15,11 @@ mod map;
 mod memory;
 mod random;
 mod tensor;
+mod transfer;
 
 pub use device::{Gpu, GpuMemory};
 pub use error::{CudaError, Result};
 pub use memory::DeviceBuffer;
 pub use random::fill_random;
 pub use tensor::{GpuTensor, GpuType};
+pub use transfer::{CopyStream, Mark, PinnedBuffer};
