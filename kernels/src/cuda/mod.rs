@@ -9,6 +9,7 @@
 //! a build with this path also starts where there is none.
 #![allow(unsafe_code)]
 
+mod bias;
 mod device;
 mod error;
 mod map;
@@ -17,6 +18,7 @@ mod random;
 mod tensor;
 mod transfer;
 
+pub use bias::{Activation, bias_activation};
 pub use device::{Gpu, GpuMemory};
 pub use error::{CudaError, Result};
 pub use memory::DeviceBuffer;
