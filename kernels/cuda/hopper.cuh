@@ -42,31 +42,40 @@ __device__ __forceinline__ void barrier_arrive_remote(uint64_t* barrier, uint32_
         : "memory");
 }
 
-// Waits until the phase of `parity` has completed.
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "WAIT:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra DONE;\n"
-        "bra WAIT;\n"
-        "DONE:\n}" ::"r"(smem_address(barrier)),
-        "r"(parity)
+#ifdef HOPPER_BOUNDED_WAITS
+// For finding deadlocks: a wait that polls too often ends the kernel with an error.
+#define HOPPER_WAIT(SCOPE)                                                                                     \
+    uint32_t done = 0;                                                                                         \
+    for (uint32_t polls = 0; !done; ++polls) {                                                                 \
+        asm volatile("{\n.reg .pred done;\nmbarrier.try_wait.parity" SCOPE ".shared::cta.b64 done, [%1], %2;\n" \
+                     "selp.u32 %0, 1, 0, done;\n}"                                                             \
+                     : "=r"(done)                                                                              \
+                     : "r"(smem_address(barrier)), "r"(parity)                                                 \
+                     : "memory");                                                                              \
+        if (polls > (1u << 22)) __trap();                                                                      \
+    }
+#else
+#define HOPPER_WAIT(SCOPE)                                                              \
+    asm volatile(                                                                       \
+        "{\n.reg .pred done;\n"                                                         \
+        "WAIT:\n"                                                                       \
+        "mbarrier.try_wait.parity" SCOPE ".shared::cta.b64 done, [%0], %1;\n"           \
+        "@done bra DONE;\n"                                                             \
+        "bra WAIT;\n"                                                                   \
+        "DONE:\n}" ::"r"(smem_address(barrier)),                                        \
+        "r"(parity)                                                                     \
         : "memory");
-}
+#endif
+
+// Waits until the phase of `parity` has completed.
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) { HOPPER_WAIT("") }
 
 // The same where other blocks of the cluster arrive.
 __device__ __forceinline__ void barrier_wait_cluster(uint64_t* barrier, uint32_t parity) {
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "WAIT:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra DONE;\n"
-        "bra WAIT;\n"
-        "DONE:\n}" ::"r"(smem_address(barrier)),
-        "r"(parity)
-        : "memory");
+    HOPPER_WAIT(".acquire.cluster")
 }
+
+#undef HOPPER_WAIT
 
 // Barrier among `threads` threads of the block; ids 1..15.
 __device__ __forceinline__ void named_sync(int id, int threads) {
