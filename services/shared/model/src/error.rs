@@ -48,6 +48,20 @@ pub enum ModelError {
     /// The checkpoint or the request asks for something that is not built.
     #[error("unimplemented: {0}")]
     Unimplemented(String),
+    /// Memory that a request needs is taken.
+    #[error("{what}: {needed} bytes are needed, {free} are free")]
+    Exhausted {
+        /// Which memory.
+        what: &'static str,
+        /// Bytes asked for.
+        needed: usize,
+        /// Bytes free, perhaps not in one piece.
+        free: usize,
+    },
+    /// The GPU refused or failed.
+    #[cfg(feature = "cuda")]
+    #[error("gpu: {0}")]
+    Gpu(#[from] kernels::cuda::CudaError),
     /// The ranks of a group did not finish an operation together.
     #[error("ranks: {0}")]
     Ranks(#[from] parallel::ParallelError),
@@ -71,6 +85,8 @@ pub enum ErrorKind {
     Checkpoint,
     /// Nobody's: the feature is not built.
     Unimplemented,
+    /// Nobody's: memory is taken, later it may be free.
+    Exhausted,
     /// Ours.
     Internal,
 }
@@ -86,6 +102,11 @@ impl ModelError {
             | Self::CheckpointMismatch(_)
             | Self::Tokenizer(_) => ErrorKind::Checkpoint,
             Self::Unimplemented(_) => ErrorKind::Unimplemented,
+            Self::Exhausted { .. } => ErrorKind::Exhausted,
+            #[cfg(feature = "cuda")]
+            Self::Gpu(kernels::cuda::CudaError::OutOfMemory { .. }) => ErrorKind::Exhausted,
+            #[cfg(feature = "cuda")]
+            Self::Gpu(_) => ErrorKind::Internal,
             Self::Kernel(_) | Self::Internal(_) | Self::Ranks(_) => ErrorKind::Internal,
         }
     }

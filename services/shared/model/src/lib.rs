@@ -12,6 +12,8 @@ pub mod cond;
 pub mod config;
 pub mod diffusion;
 pub mod error;
+#[cfg(feature = "cuda")]
+pub mod gpu;
 pub mod input;
 pub mod layout;
 pub mod model;

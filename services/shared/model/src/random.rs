@@ -32,9 +32,7 @@ impl WeightSource for RandomWeights {
             let value = if name.ends_with("bias") { 0.0 } else { 1.0 };
             return Ok(Tensor::from_f32(shape, vec![value; numel])?);
         }
-        let fan_in: usize = shape[1..].iter().product();
-        // A uniform distribution over [-a, a] has variance a^2 / 3.
-        let scale = (3.0 / fan_in.max(1) as f32).sqrt();
+        let scale = random_scale(shape);
         let key = self.seed ^ name_hash(name);
         let mut data = vec![bf16::ZERO; numel];
         data.par_chunks_mut(CHUNK)
@@ -48,8 +46,15 @@ impl WeightSource for RandomWeights {
     }
 }
 
+/// Half width of the values of a matrix or convolution of this shape.
+pub(crate) fn random_scale(shape: &[usize]) -> f32 {
+    let fan_in: usize = shape[1..].iter().product();
+    // A uniform distribution over [-a, a] has variance a^2 / 3.
+    (3.0 / fan_in.max(1) as f32).sqrt()
+}
+
 /// The first eight bytes of the name's BLAKE3 digest.
-fn name_hash(name: &str) -> u64 {
+pub(crate) fn name_hash(name: &str) -> u64 {
     let digest = blake3::hash(name.as_bytes());
     let (words, _) = digest.as_bytes().as_chunks::<8>();
     u64::from_le_bytes(words[0])

@@ -143,6 +143,7 @@ pub fn model_code(error: &ModelError) -> Code {
     match error.kind() {
         ErrorKind::InvalidArgument { .. } | ErrorKind::Checkpoint => Code::InvalidArgument,
         ErrorKind::Unimplemented => Code::Unimplemented,
+        ErrorKind::Exhausted => Code::ResourceExhausted,
         ErrorKind::Internal => Code::Internal,
     }
 }

@@ -1,0 +1,245 @@
+//! Where the weights of one layer lie in one block of memory.
+//!
+//! A layer is one contiguous block, so that it can stay on the device or travel there as one copy.
+
+use kernels::cuda::GpuType;
+
+use crate::config::ModelConfig;
+use crate::error::ModelError;
+
+/// Alignment of every piece, in bytes: what tensor maps and wide loads want.
+const ALIGNMENT: usize = 256;
+/// The router's F32 weights as this many bf16 terms, whose sum is exact to 24 bits.
+pub(crate) const ROUTER_TERMS: usize = 3;
+
+/// How the large matrices of a layer are held.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WeightType {
+    /// As released.
+    #[default]
+    Bf16,
+    /// 8-bit floats with one scale for each output channel, made when the model is opened.
+    Fp8,
+}
+
+impl WeightType {
+    fn element(self) -> GpuType {
+        match self {
+            Self::Bf16 => GpuType::Bf16,
+            Self::Fp8 => GpuType::E4m3,
+        }
+    }
+}
+
+/// Sizes of one layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LayerDims {
+    pub(crate) hidden: usize,
+    pub(crate) q_heads: usize,
+    pub(crate) kv_heads: usize,
+    pub(crate) head_dim: usize,
+    /// Routed experts.
+    pub(crate) experts: usize,
+    pub(crate) top_k: usize,
+    /// Inner width of every expert.
+    pub(crate) inner: usize,
+    /// Whether one more expert sees every token.
+    pub(crate) shared: bool,
+    pub(crate) qk_norm: bool,
+}
+
+impl LayerDims {
+    /// Of layer `index`.
+    ///
+    /// # Errors
+    /// `Unimplemented` for a shared expert of another width than the routed ones.
+    pub(crate) fn new(config: &ModelConfig, index: usize) -> Result<Self, ModelError> {
+        let moe = &config.layers[index];
+        if let Some(width) = moe.shared_intermediate.filter(|w| *w != moe.intermediate) {
+            return Err(ModelError::Unimplemented(format!(
+                "config field `num_shared_expert`: a shared expert of width {width} beside experts of width {} on a gpu",
+                moe.intermediate
+            )));
+        }
+        Ok(Self {
+            hidden: config.hidden_size,
+            q_heads: config.num_heads,
+            kv_heads: config.num_kv_heads,
+            head_dim: config.head_dim,
+            experts: moe.experts,
+            top_k: moe.top_k,
+            inner: moe.intermediate,
+            shared: moe.shared_intermediate.is_some(),
+            qk_norm: config.use_qk_norm,
+        })
+    }
+
+    /// Matrices of the grouped product: the routed experts, then the shared one.
+    pub(crate) fn groups(&self) -> usize {
+        self.experts + usize::from(self.shared)
+    }
+
+    /// Expert inputs of `tokens` tokens.
+    pub(crate) fn expert_rows(&self, tokens: usize) -> usize {
+        tokens * (self.top_k + usize::from(self.shared))
+    }
+
+    /// Columns of the joint projection.
+    pub(crate) fn qkv_width(&self) -> usize {
+        (self.q_heads + 2 * self.kv_heads) * self.head_dim
+    }
+
+    /// Columns of all query heads.
+    pub(crate) fn q_width(&self) -> usize {
+        self.q_heads * self.head_dim
+    }
+}
+
+/// One tensor within the block.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Piece {
+    /// Bytes from the start of the block.
+    pub(crate) offset: usize,
+    pub(crate) dims: Vec<usize>,
+    pub(crate) dtype: GpuType,
+}
+
+/// A matrix `[groups, out, in]` and, where it is FP8, its scales `[groups, out]`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct MatrixPiece {
+    pub(crate) data: Piece,
+    pub(crate) scale: Option<Piece>,
+}
+
+/// The whole block.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct LayerLayout {
+    pub(crate) input_norm: Piece,
+    pub(crate) post_norm: Piece,
+    pub(crate) q_norm: Option<Piece>,
+    pub(crate) k_norm: Option<Piece>,
+    /// `[ROUTER_TERMS * experts, hidden]`.
+    pub(crate) router: Piece,
+    pub(crate) qkv: MatrixPiece,
+    pub(crate) output: MatrixPiece,
+    /// Up and gate rows interleaved as the grouped product wants them.
+    pub(crate) gate_up: MatrixPiece,
+    pub(crate) down: MatrixPiece,
+    /// Size of the block.
+    pub(crate) bytes: usize,
+}
+
+/// Hands out places one after the other.
+#[derive(Default)]
+struct Cursor(usize);
+
+impl Cursor {
+    fn piece(&mut self, dims: &[usize], dtype: GpuType) -> Piece {
+        let offset = self.0.next_multiple_of(ALIGNMENT);
+        self.0 = offset + dims.iter().product::<usize>() * dtype.bytes();
+        Piece {
+            offset,
+            dims: dims.to_vec(),
+            dtype,
+        }
+    }
+
+    fn matrix(&mut self, dims: [usize; 3], weights: WeightType) -> MatrixPiece {
+        let data = self.piece(&dims, weights.element());
+        let scaled = weights == WeightType::Fp8;
+        let scale = scaled.then(|| self.piece(&dims[..2], GpuType::F32));
+        MatrixPiece { data, scale }
+    }
+}
+
+impl LayerLayout {
+    /// The block of a layer of these sizes.
+    pub(crate) fn new(dims: &LayerDims, weights: WeightType) -> Self {
+        let mut at = Cursor::default();
+        let (h, groups) = (dims.hidden, dims.groups());
+        let mut head_norm = |at: &mut Cursor| {
+            dims.qk_norm
+                .then(|| at.piece(&[dims.head_dim], GpuType::Bf16))
+        };
+        let (q_norm, k_norm) = (head_norm(&mut at), head_norm(&mut at));
+        Self {
+            q_norm,
+            k_norm,
+            input_norm: at.piece(&[h], GpuType::Bf16),
+            post_norm: at.piece(&[h], GpuType::Bf16),
+            router: at.piece(&[ROUTER_TERMS * dims.experts, h], GpuType::Bf16),
+            qkv: at.matrix([1, dims.qkv_width(), h], weights),
+            output: at.matrix([1, h, dims.q_width()], weights),
+            gate_up: at.matrix([groups, 2 * dims.inner, h], weights),
+            down: at.matrix([groups, h, dims.inner], weights),
+            bytes: at.0.next_multiple_of(ALIGNMENT),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn dims() -> LayerDims {
+        LayerDims {
+            hidden: 4096,
+            q_heads: 32,
+            kv_heads: 8,
+            head_dim: 128,
+            experts: 64,
+            top_k: 8,
+            inner: 3072,
+            shared: true,
+            qk_norm: true,
+        }
+    }
+
+    fn pieces(layout: &LayerLayout) -> Vec<&Piece> {
+        let norms = [&layout.q_norm, &layout.k_norm];
+        let matrices = [&layout.qkv, &layout.output, &layout.gate_up, &layout.down];
+        let mut all = vec![&layout.input_norm, &layout.post_norm, &layout.router];
+        all.extend(norms.into_iter().flatten());
+        for matrix in matrices {
+            all.push(&matrix.data);
+            all.extend(&matrix.scale);
+        }
+        all
+    }
+
+    #[test]
+    fn pieces_of_a_layer_are_aligned_and_do_not_overlap() {
+        for weights in [WeightType::Bf16, WeightType::Fp8] {
+            for (shared, qk_norm) in [(true, true), (false, false)] {
+                let dims = LayerDims {
+                    shared,
+                    qk_norm,
+                    ..dims()
+                };
+                let layout = LayerLayout::new(&dims, weights);
+                let mut spans: Vec<_> = pieces(&layout)
+                    .into_iter()
+                    .map(|p| {
+                        assert_eq!(p.offset % ALIGNMENT, 0);
+                        let bytes = p.dims.iter().product::<usize>() * p.dtype.bytes();
+                        p.offset..p.offset + bytes
+                    })
+                    .collect();
+                spans.sort_by_key(|s| s.start);
+                assert!(spans.windows(2).all(|w| w[0].end <= w[1].start));
+                assert!(spans.last().unwrap().end <= layout.bytes);
+            }
+        }
+    }
+
+    #[test]
+    fn a_layer_of_the_released_model_has_the_bytes_the_specification_says() {
+        // 2 495 873 280 parameters; the router is held in three bf16 terms rather than one F32 value.
+        let parameters = 2_495_873_280_usize;
+        let extra = 2 * (ROUTER_TERMS - 1) * 64 * 4096;
+        let bf16 = LayerLayout::new(&dims(), WeightType::Bf16).bytes;
+        assert!(bf16.abs_diff(2 * parameters + extra) < 16 * ALIGNMENT);
+        let fp8 = LayerLayout::new(&dims(), WeightType::Fp8).bytes;
+        assert!(fp8 < bf16 * 51 / 100, "{fp8} of {bf16}");
+    }
+}
