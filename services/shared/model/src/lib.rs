@@ -38,7 +38,7 @@ pub mod weights;
 pub use backbone::BalanceOptions;
 pub use buckets::{Bucket, BucketSet, ResolutionGroup, SizeRequest};
 pub use config::{GenerationConfig, ModelConfig, MoeConfig, Template, VaeConfig, VitConfig};
-pub use diffusion::{DenoiseJob, JobOptions, JobSpec};
+pub use diffusion::{DenoiseJob, JobOptions, JobSpec, JobState};
 pub use error::{ErrorKind, ModelError};
 pub use layout::{LayoutInput, LayoutRules, RowKind, SequenceLayout, Target, TextTask};
 pub use model::{LoadOptions, Model, ModelInfo, Parts};

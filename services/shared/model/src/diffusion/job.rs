@@ -77,6 +77,18 @@ pub struct JobOptions {
     pub flow_shift: Option<f64>,
     /// Start from these latents rather than from the seed.
     pub init_latents: Option<Latents>,
+    /// Go on from here rather than from the start; the picture is, bit for bit, that of a job that was never
+    /// interrupted.
+    pub resume: Option<JobState>,
+}
+
+/// All that a job has and its request does not say: enough to go on with it elsewhere.
+#[derive(Clone, Debug, PartialEq)]
+pub struct JobState {
+    /// Steps done.
+    pub step: usize,
+    /// The latents after them.
+    pub latents: Latents,
 }
 
 /// A picture between its first and its last step.
@@ -141,10 +153,15 @@ impl DenoiseJob {
         let (config, rank) = (model.config(), model.rank());
         let rows = rows(config, rank, spec.guidance)?;
         let prefixes = prefixes(&spec, rank, rows)?;
-        let grid = check(config, &spec, &options, &prefixes)?;
+        let lengths: Vec<usize> = prefixes.iter().map(|p| p.tokens()).collect();
+        let grid = check(config, &spec, &options, &lengths)?;
         let shift = options.flow_shift.unwrap_or(config.generation.flow_shift);
         let schedule = Schedule::new(spec.steps, shift)?;
-        let latents = initial(config, &spec, options.init_latents, grid)?;
+        let (step, given) = match options.resume {
+            Some(state) => (resumed(&state, spec.steps)?, Some(state.latents)),
+            None => (0, options.init_latents),
+        };
+        let latents = initial(config, &spec, given, grid)?;
         let (stem, head) = (model.image_stem()?, model.image_head()?);
         let times = TimeVectors::new(stem, head, &schedule, spec.guidance)?;
         let own = rank.kv_geometry(&model.info().kv);
@@ -158,12 +175,12 @@ impl DenoiseJob {
         }
         let image = times.specials..times.specials + grid.0 * grid.1;
         Ok(Self {
-            rope: rope(config, &prefixes, &image, grid)?,
+            rope: rope(config, &lengths, &image, grid)?,
             segments: segments(0..image.end, std::slice::from_ref(&image))?,
             latents: latents.to_tensor()?,
             grid,
             schedule,
-            step: 0,
+            step,
             guidance: spec.guidance,
             rescale: options.guidance_rescale,
             preserve_norm: options.preserve_norm,
@@ -216,6 +233,17 @@ impl DenoiseJob {
             self.grid.1,
             self.latents.to_f32_vec(),
         )
+    }
+
+    /// Where the job stands, to be gone on with by [`JobOptions::resume`].
+    ///
+    /// # Errors
+    /// Those of [`DenoiseJob::latents`].
+    pub fn state(&self) -> Result<JobState, ModelError> {
+        Ok(JobState {
+            step: self.step,
+            latents: self.latents()?,
+        })
     }
 
     /// Padding tokens that an exchange of one step carries over all ranks of the sequence group, because the
@@ -295,12 +323,12 @@ fn prefixes(
     taken.collect()
 }
 
-/// Checks every number of a job; returns its latent grid.
-fn check(
+/// Checks every number of a job whose prefixes have `lengths` tokens; returns its latent grid.
+pub(crate) fn check(
     config: &ModelConfig,
     spec: &JobSpec,
     options: &JobOptions,
-    prefixes: &[Arc<PrefixKv>],
+    lengths: &[usize],
 ) -> Result<(usize, usize), ModelError> {
     let cell = config.pixels_per_token();
     for (field, side) in [("height", spec.height), ("width", spec.width)] {
@@ -318,7 +346,7 @@ fn check(
         return Err(ModelError::invalid("guidance_rescale", message));
     }
     let grid = (spec.height / cell, spec.width / cell);
-    let longest = prefixes.iter().map(|p| p.tokens()).max().unwrap_or(0);
+    let longest = lengths.iter().copied().max().unwrap_or(0);
     let tokens = grid.0.saturating_mul(grid.1).saturating_add(longest);
     if tokens > config.max_position_embeddings {
         let message = format!(
@@ -330,7 +358,19 @@ fn check(
     Ok(grid)
 }
 
-fn initial(
+/// Steps that an interrupted job has done.
+pub(crate) fn resumed(state: &JobState, steps: usize) -> Result<usize, ModelError> {
+    if state.step > steps {
+        let message = format!("step {} of a job of {steps}", state.step);
+        return Err(ModelError::invalid("resume", message));
+    }
+    if !state.latents.is_finite() {
+        return Err(ModelError::invalid("resume", "latents are not finite"));
+    }
+    Ok(state.step)
+}
+
+pub(crate) fn initial(
     config: &ModelConfig,
     spec: &JobSpec,
     given: Option<Latents>,
@@ -357,16 +397,15 @@ fn initial(
     Ok(given)
 }
 
-/// Rotary tables of all rows; `image` counts from the end of a row's prefix.
-fn rope(
+/// Rotary tables of all rows, whose prefixes have `lengths` tokens; `image` counts from the end of a prefix.
+pub(crate) fn rope(
     config: &ModelConfig,
-    prefixes: &[Arc<PrefixKv>],
+    lengths: &[usize],
     image: &std::ops::Range<usize>,
     grid: (usize, usize),
 ) -> Result<RopeTable, ModelError> {
-    let mut all = Vec::with_capacity(prefixes.len() * image.end);
-    for prefix in prefixes {
-        let start = prefix.tokens();
+    let mut all = Vec::with_capacity(lengths.len() * image.end);
+    for &start in lengths {
         let span = ImageSpan {
             tokens: start + image.start..start + image.end,
             grid_h: grid.0,
