@@ -8,6 +8,7 @@ mod time;
 
 pub use convs::{FinalLayer, PatchEmbed};
 pub use embedders::{ImageHead, ImageStem};
+#[cfg(feature = "cuda")]
 pub(crate) use job::{check, initial, rope};
 pub use job::{DenoiseJob, JobOptions, JobSpec, JobState, MAX_GUIDANCE};
 pub(crate) use step::Modules;
