@@ -82,7 +82,7 @@ impl Graph {
 }
 
 /// A crate, and what must not be reachable from it by any path.
-const NEVER_SEES: [(&str, &[&str]); 10] = [
+const NEVER_SEES: [(&str, &[&str]); 11] = [
     ("router", &["model", "kernels", "stage", "cudarc", "ucx-rs"]),
     (
         "omnictl",
@@ -105,6 +105,7 @@ const NEVER_SEES: [(&str, &[&str]); 10] = [
     ("parallel", &["tokio", "tonic", "model", "fabric"]),
     ("ranks", &["tokio", "tonic", "model", "base"]),
     ("fabric", &["tokio", "tonic", "kv", "parallel", "base"]),
+    ("ingest", &["tokio", "tonic", "hyper", "model", "base"]),
     ("base", &["tonic", "prost", "axum", "proto"]),
     ("stage", &["router", "ar-stage", "dit-worker"]),
 ];
