@@ -68,6 +68,12 @@ pub enum CudaError {
         /// What it said.
         message: String,
     },
+    /// A group of GPUs does not work together any more; results that were not waited for are worthless.
+    #[error("the group of gpus ended: {reason}")]
+    GroupEnded {
+        /// The first thing that went wrong.
+        reason: String,
+    },
     /// The driver refused a call or a kernel failed.
     #[error("cuda: {0}")]
     Driver(String),

@@ -10,6 +10,9 @@
 #![allow(unsafe_code)]
 
 mod bias;
+mod comm;
+mod comm_library;
+mod comm_ops;
 mod device;
 mod error;
 mod map;
@@ -19,6 +22,8 @@ mod tensor;
 mod transfer;
 
 pub use bias::{Activation, bias_activation};
+pub use comm::{Comm, CommAborter, CommId, CommOptions, Lane};
+pub use comm_ops::Transfer;
 pub use device::{Gpu, GpuMemory};
 pub use error::{CudaError, Result};
 pub use memory::DeviceBuffer;

@@ -84,6 +84,17 @@ impl Drop for PinnedBuffer {
 pub struct Mark(CudaEvent);
 
 impl Mark {
+    /// Marks this place in a stream of the current context.
+    pub(crate) fn record(stream: &CudaStream) -> Result<Self> {
+        let flags = Some(Flags::CU_EVENT_DEFAULT);
+        Ok(Self(stream.record_event(flags)?))
+    }
+
+    /// Lets a stream of the current context go on only after this mark.
+    pub(crate) fn hold(&self, stream: &CudaStream) -> Result<()> {
+        Ok(stream.wait(&self.0)?)
+    }
+
     /// Milliseconds from `earlier` to this mark, waiting for both.
     ///
     /// # Errors
