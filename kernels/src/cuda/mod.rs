@@ -9,24 +9,44 @@
 //! a build with this path also starts where there is none.
 #![allow(unsafe_code)]
 
+mod attention;
+mod attention_tiles;
 mod bias;
 mod comm;
 mod comm_library;
 mod comm_ops;
 mod device;
+mod embed;
 mod error;
+mod launch;
 mod map;
 mod memory;
+mod norm;
+mod permute;
 mod random;
+mod rope;
+mod router;
+mod scheduler;
 mod tensor;
 mod transfer;
 
+pub use attention::{
+    AttentionOut, AttentionPlan, GpuAttnRow, KvRun, attention, attention_fused, plan_fused,
+};
 pub use bias::{Activation, bias_activation};
 pub use comm::{Comm, CommAborter, CommId, CommOptions, Lane};
 pub use comm_ops::Transfer;
 pub use device::{Gpu, GpuMemory};
+pub use embed::{RowIndex, gather_rows, move_rows, narrow_to_bf16, scalar_code, scatter_rows};
 pub use error::{CudaError, Result};
 pub use memory::DeviceBuffer;
+pub use norm::{
+    E4m3Rows, ExpertOutputs, NormOutput, RmsNorm, add_rms_norm, combine, quantize_rows, rms_norm,
+};
+pub use permute::{Permutation, gather, gather_e4m3, permute};
 pub use random::fill_random;
+pub use rope::{KvSlot, KvSlots, Qkv, qkv_rope_norm_write};
+pub use router::{GpuRouting, RouterWeight, route};
+pub use scheduler::{StepJob, StepJobs, guide_step};
 pub use tensor::{GpuTensor, GpuType};
 pub use transfer::{CopyStream, Mark, PinnedBuffer};

@@ -1,0 +1,199 @@
+// Tokens to experts and back to order, without the host: offsets of the experts' rows, the row of every choice,
+// and the copy of the tokens into their rows. (The way back, `combine`, is fused with the next norm: norm.cu.)
+#include <stdint.h>
+
+namespace {
+
+#ifndef POSITION_BLOCK
+#define POSITION_BLOCK 512
+#endif
+constexpr int kPositionBlock = POSITION_BLOCK;
+constexpr int kBlock = 256;
+constexpr int kMaxExperts = 256;
+
+struct PositionArguments {
+    const uint32_t* expert;  // [tokens, top_k]; a token's experts differ
+    const int* counts;       // [gridDim.x, experts], of `router_top_k` with the same tokens a block
+    int* offsets;            // [experts + 1], or [experts + 2] with `shared`: then the last group has all tokens
+    int* position;           // [tokens, top_k]: row of each choice, by expert, then by token
+    int* token;              // [tokens top_k]: the choice's token of each row; null: not wanted
+    int tokens;
+    int top_k;
+    int experts;
+    int tokens_per_block;  // a multiple of 32, at most 1024
+    int shared;
+};
+
+// Exclusive sums of total[0 .. experts) into start[0 .. experts]; by the first warp.
+__device__ void scan(const int* total, int* start, int experts) {
+    const int lane = threadIdx.x, each = (experts + 31) / 32;
+    int own = 0;
+    for (int i = 0; i < each; ++i) {
+        const int e = lane * each + i;
+        own += e < experts ? total[e] : 0;
+    }
+    int before = own;
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(~0u, before, step);
+        if (lane >= step) before += other;
+    }
+    before -= own;
+    for (int i = 0; i < each; ++i) {
+        const int e = lane * each + i;
+        if (e >= experts) break;
+        start[e] = before;
+        before += total[e];
+        if (e == experts - 1) start[experts] = before;
+    }
+}
+
+}  // namespace
+
+// A block computes the base of each expert for its own tokens from the counts of all blocks; within the block a
+// choice's rank is the number of earlier tokens in its expert's bit mask. Integers only: exact in any order.
+extern "C" __global__ void __launch_bounds__(kPositionBlock) permute_positions(const PositionArguments a) {
+    extern __shared__ uint32_t mask[];  // [experts, words]
+    __shared__ int total[kMaxExperts], before[kMaxExperts], start[kMaxExperts + 1];
+    const int words = a.tokens_per_block / 32;
+    for (int i = threadIdx.x; i < a.experts * words; i += kPositionBlock) mask[i] = 0;
+    for (int e = threadIdx.x; e < a.experts; e += kPositionBlock) total[e] = before[e] = 0;
+    __syncthreads();
+
+    const int first = blockIdx.x * a.tokens_per_block;
+    const int choices = min(a.tokens_per_block, a.tokens - first) * a.top_k;
+    const uint32_t* expert = a.expert + static_cast<int64_t>(first) * a.top_k;
+    for (int i = threadIdx.x; i < choices; i += kPositionBlock) {
+        const int token = i / a.top_k;
+        atomicOr(&mask[expert[i] * words + token / 32], 1u << token % 32);
+    }
+    // Several threads an expert, each a share of the blocks.
+    const int sharers = kPositionBlock / a.experts, share = threadIdx.x / a.experts, e = threadIdx.x % a.experts;
+    if (share < sharers) {
+        int all = 0, earlier = 0;
+#pragma unroll 8
+        for (int b = share; b < gridDim.x; b += sharers) {
+            const int count = __ldg(a.counts + static_cast<int64_t>(b) * a.experts + e);
+            all += count;
+            earlier += b < blockIdx.x ? count : 0;
+        }
+        atomicAdd(&total[e], all);
+        atomicAdd(&before[e], earlier);
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) scan(total, start, a.experts);
+    __syncthreads();
+
+    for (int i = threadIdx.x; i < choices; i += kPositionBlock) {
+        const int token = i / a.top_k, chosen = expert[i], word = token / 32;
+        int rank = __popc(mask[chosen * words + word] & ((1u << token % 32) - 1));
+        for (int w = 0; w < word; ++w) rank += __popc(mask[chosen * words + w]);
+        const int row = start[chosen] + before[chosen] + rank;
+        a.position[static_cast<int64_t>(first) * a.top_k + i] = row;
+        if (a.token != nullptr) a.token[row] = first + token;
+    }
+    if (blockIdx.x > 0) return;
+    for (int i = threadIdx.x; i <= a.experts; i += kPositionBlock) a.offsets[i] = start[i];
+    if (threadIdx.x == 0 && a.shared) a.offsets[a.experts + 1] = start[a.experts] + a.tokens;
+}
+
+struct GatherArguments {
+    const uint4* from;    // [tokens, chunks]: rows of 16-byte chunks
+    const float* scale;   // [tokens], or null
+    const int* position;  // [tokens, top_k]
+    uint4* to;            // [rows, chunks]
+    float* to_scale;      // [rows], with `scale`
+    int top_k;
+    int chunks;
+    int shared;           // row that token 0 has once more (then the next ones), or -1
+};
+
+#ifdef GATHER_VARIANTS
+template <int kMode>
+__device__ __forceinline__ void put(uint4* to, const uint4& v) {
+    if (kMode == 1) __stcs(to, v);
+    if (kMode == 2) __stcg(to, v);
+}
+template <int kMode>
+__device__ __forceinline__ void gather_variant(const GatherArguments& a) {
+    const int token = blockIdx.x;
+    const uint4* from = a.from + static_cast<int64_t>(token) * a.chunks;
+    const int* position = a.position + static_cast<int64_t>(token) * 8;
+    int row[9];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) row[k] = __ldg(position + k);
+    row[8] = a.shared + token;
+    const uint4 v0 = __ldcs(from + threadIdx.x), v1 = __ldcs(from + threadIdx.x + kBlock);
+#pragma unroll
+    for (int k = 0; k < 9; ++k) {
+        uint4* to = a.to + static_cast<int64_t>(row[k]) * a.chunks + threadIdx.x;
+        put<kMode>(to, v0);
+        put<kMode>(to + kBlock, v1);
+    }
+}
+extern "C" __global__ void __launch_bounds__(kBlock) permute_gather_cs(const GatherArguments a) { gather_variant<1>(a); }
+extern "C" __global__ void __launch_bounds__(kBlock) permute_gather_cg(const GatherArguments a) { gather_variant<2>(a); }
+#endif
+
+// The same through shared memory and the bulk copy engine: one copy in, a copy out a place. A warp a token.
+extern "C" __global__ void __launch_bounds__(32) permute_gather_bulk(const GatherArguments a) {
+    extern __shared__ __align__(128) uint8_t row[];
+    __shared__ uint64_t barrier;
+    const int token = blockIdx.x, lane = threadIdx.x;
+    const uint32_t bytes = a.chunks * 16, smem = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+    const uint32_t full = static_cast<uint32_t>(__cvta_generic_to_shared(&barrier));
+    if (lane == 0) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full));
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(bytes) : "memory");
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem),
+                     "l"(a.from + static_cast<int64_t>(token) * a.chunks), "r"(bytes), "r"(full)
+                     : "memory");
+    }
+    const int places = a.top_k + (a.shared >= 0);
+    int to = 0;
+    if (lane < places) to = lane < a.top_k ? __ldg(a.position + static_cast<int64_t>(token) * a.top_k + lane) : a.shared + token;
+    __syncwarp();
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "WAIT:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n"
+        "@done bra DONE;\n"
+        "bra WAIT;\n"
+        "DONE:\n}" ::"r"(full)
+        : "memory");
+    if (lane < places) {
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(a.to + static_cast<int64_t>(to) * a.chunks),
+                     "r"(smem), "r"(bytes)
+                     : "memory");
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+        if (a.scale != nullptr) a.to_scale[to] = a.scale[token];
+        asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    }
+}
+
+// Reads a token's row once and writes it to all its places. A block a token.
+extern "C" __global__ void __launch_bounds__(kBlock) permute_gather(const GatherArguments a) {
+    const int token = blockIdx.x;
+    const uint4* from = a.from + static_cast<int64_t>(token) * a.chunks;
+    const int* position = a.position + static_cast<int64_t>(token) * a.top_k;
+    for (int c = threadIdx.x; c < a.chunks; c += 2 * kBlock) {
+        const bool two = c + kBlock < a.chunks;
+        const uint4 v0 = __ldg(from + c);
+        const uint4 v1 = two ? __ldg(from + c + kBlock) : v0;
+#pragma unroll 8
+        for (int k = 0; k < a.top_k; ++k) {
+            uint4* to = a.to + static_cast<int64_t>(__ldg(position + k)) * a.chunks + c;
+            to[0] = v0;
+            if (two) to[kBlock] = v1;
+        }
+        if (a.shared >= 0) {
+            uint4* to = a.to + static_cast<int64_t>(a.shared + token) * a.chunks + c;
+            to[0] = v0;
+            if (two) to[kBlock] = v1;
+        }
+    }
+    if (a.scale == nullptr) return;
+    const int extra = a.shared >= 0;
+    for (int k = threadIdx.x; k < a.top_k + extra; k += kBlock)
+        a.to_scale[k < a.top_k ? position[k] : a.shared + token] = a.scale[token];
+}

@@ -1,0 +1,244 @@
+//! Tokens to the rows of their experts, decided and moved on the device: no wait for the host in a step.
+
+use std::sync::Arc;
+
+use cudarc::driver::DeviceRepr;
+
+use super::device::Gpu;
+use super::error::{Result, argument, shape};
+use super::launch::{Grid, aligned, int, launch};
+use super::norm::E4m3Rows;
+use super::router::{GpuRouting, block_tokens};
+use super::tensor::{GpuTensor, GpuType};
+use crate::error::KernelError;
+
+const FILE: &str = "permute";
+const THREADS: u32 = 256;
+/// Bytes of one access.
+const CHUNK: usize = 16;
+
+/// The rows of all choices, sorted by expert and then by token. Made once for the most tokens of a step.
+#[derive(Clone, Debug)]
+pub struct Permutation {
+    /// I32 `[experts + 1]`, or `[experts + 2]` with the shared expert.
+    offsets: GpuTensor,
+    /// I32 `[most tokens, top_k]`.
+    position: GpuTensor,
+    tokens: usize,
+    experts: usize,
+    shared: bool,
+}
+
+impl Permutation {
+    /// Room for `tokens` tokens with `top_k` choices each. With `shared`, one more group holds every token once,
+    /// behind the others.
+    ///
+    /// # Errors
+    /// `Argument` for more rows than 32 bits count; those of [`GpuTensor::new`].
+    pub fn new(
+        gpu: &Arc<Gpu>,
+        tokens: usize,
+        experts: usize,
+        top_k: usize,
+        shared: bool,
+    ) -> Result<Self> {
+        int(
+            "Permutation::new",
+            "tokens",
+            tokens.saturating_mul(top_k + 1),
+        )?;
+        let make = |dims: &[usize]| GpuTensor::new(gpu, dims, GpuType::I32, "permutation");
+        Ok(Self {
+            offsets: make(&[experts + 1 + usize::from(shared)])?,
+            position: make(&[tokens, top_k])?,
+            tokens: 0,
+            experts,
+            shared,
+        })
+    }
+
+    /// First row of every group, and the end: I32 `[groups + 1]`. The last group is the shared expert's, if any.
+    #[must_use]
+    pub fn offsets(&self) -> &GpuTensor {
+        &self.offsets
+    }
+
+    /// Row of each choice, I32 `[tokens, top_k]`.
+    ///
+    /// # Errors
+    /// None in practice: the view always fits.
+    pub fn position(&self) -> Result<GpuTensor> {
+        self.position.narrow0(0, self.tokens)
+    }
+
+    /// Rows of all groups.
+    #[must_use]
+    pub fn rows(&self) -> usize {
+        self.tokens * (self.position.dim(1) + usize::from(self.shared))
+    }
+
+    /// First row of the shared expert.
+    #[must_use]
+    pub fn shared(&self) -> Option<usize> {
+        self.shared.then_some(self.tokens * self.position.dim(1))
+    }
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct PositionArguments {
+    expert: u64,
+    counts: u64,
+    offsets: u64,
+    position: u64,
+    token: u64,
+    tokens: i32,
+    top_k: i32,
+    experts: i32,
+    tokens_per_block: i32,
+    shared: i32,
+}
+
+// SAFETY: plain numbers in the layout of the kernel's struct.
+unsafe impl DeviceRepr for PositionArguments {}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct GatherArguments {
+    from: u64,
+    scale: u64,
+    position: u64,
+    to: u64,
+    to_scale: u64,
+    top_k: i32,
+    chunks: i32,
+    shared: i32,
+}
+
+// SAFETY: plain numbers in the layout of the kernel's struct.
+unsafe impl DeviceRepr for GatherArguments {}
+
+/// Sorts the choices of `routing` by expert, keeping the order of the tokens.
+///
+/// # Errors
+/// `Argument` when `out` was made for other sizes, or what the driver says.
+pub fn permute(routing: &GpuRouting, out: &mut Permutation) -> Result<()> {
+    const OP: &str = "permute";
+    let (tokens, top_k) = (routing.tokens(), routing.top_k());
+    if out.experts != routing.experts() || out.position.dim(1) != top_k {
+        let expected = format!("{} experts, {top_k} choices", routing.experts());
+        let got = [out.experts, out.position.dim(1)];
+        return Err(shape(OP, "permutation", expected, &got));
+    }
+    if tokens > out.position.dim(0) {
+        return Err(KernelError::Bounds {
+            op: OP,
+            what: "tokens",
+            value: tokens,
+            limit: out.position.dim(0) + 1,
+        }
+        .into());
+    }
+    out.tokens = tokens;
+    if tokens == 0 {
+        return out.offsets.write_bytes(&vec![0; out.offsets.bytes()]);
+    }
+    let each = block_tokens(tokens);
+    let arguments = PositionArguments {
+        expert: routing.choices()?.address(),
+        counts: routing.counts().address(),
+        offsets: out.offsets.address(),
+        position: out.position.address(),
+        token: 0,
+        tokens: int(OP, "tokens", tokens)?,
+        top_k: int(OP, "top_k", top_k)?,
+        experts: int(OP, "experts", out.experts)?,
+        tokens_per_block: int(OP, "tokens", each)?,
+        shared: i32::from(out.shared),
+    };
+    let grid = Grid {
+        blocks: (tokens.div_ceil(each) as u32, 1, 1),
+        threads: THREADS,
+        // A bit a token of the block for every expert.
+        shared: (out.experts * each / 8) as u32,
+    };
+    // SAFETY: the routing wrote these tokens with the same blocks; outputs were made for as many.
+    unsafe {
+        launch(
+            out.offsets.gpu(),
+            FILE,
+            "permute_positions",
+            grid,
+            &arguments,
+        )
+    }
+}
+
+/// Copies every token of bf16 `from [tokens, width]` to its rows of `to [rows, width]`, the shared expert's
+/// included. `width` is a multiple of 8; `to` has at least the rows of the permutation.
+///
+/// # Errors
+/// `Argument` naming the operand that does not fit, or what the driver says.
+pub fn gather(from: &GpuTensor, permutation: &Permutation, to: &GpuTensor) -> Result<()> {
+    run(from, None, permutation, to, None)
+}
+
+/// [`gather`] of e4m3 rows and their scales; `width` is a multiple of 16.
+///
+/// # Errors
+/// Those of [`gather`].
+pub fn gather_e4m3(from: E4m3Rows<'_>, permutation: &Permutation, to: E4m3Rows<'_>) -> Result<()> {
+    let (scales, to_scales) = (Some(from.scales), Some(to.scales));
+    run(from.codes, scales, permutation, to.codes, to_scales)
+}
+
+fn run(
+    from: &GpuTensor,
+    scales: Option<&GpuTensor>,
+    permutation: &Permutation,
+    to: &GpuTensor,
+    to_scales: Option<&GpuTensor>,
+) -> Result<()> {
+    const OP: &str = "gather";
+    let tokens = permutation.tokens;
+    let dtype = if scales.is_some() {
+        GpuType::E4m3
+    } else {
+        GpuType::Bf16
+    };
+    from.expect(OP, "from", &[tokens, usize::MAX], dtype)?;
+    let width = from.dim(1);
+    to.expect(OP, "to", &[usize::MAX, width], dtype)?;
+    aligned(OP, &[("from", from), ("to", to)])?;
+    if !(width * dtype.bytes()).is_multiple_of(CHUNK) {
+        return Err(argument(OP, "from", "needs rows of whole 16 bytes"));
+    }
+    let rows = permutation.rows();
+    if to.dim(0) < rows {
+        return Err(shape(OP, "to", format!("at least {rows} rows"), to.shape()));
+    }
+    if let (Some(scales), Some(to_scales)) = (scales, to_scales) {
+        scales.expect(OP, "scales", &[tokens], GpuType::F32)?;
+        to_scales.expect(OP, "to.scales", &[to.dim(0)], GpuType::F32)?;
+    }
+    if tokens == 0 {
+        return Ok(());
+    }
+    let shared = permutation.shared();
+    let arguments = GatherArguments {
+        from: from.address(),
+        scale: scales.map_or(0, GpuTensor::address),
+        position: permutation.position.address(),
+        to: to.address(),
+        to_scale: to_scales.map_or(0, GpuTensor::address),
+        top_k: int(OP, "permutation", permutation.position.dim(1))?,
+        chunks: int(OP, "from", width * dtype.bytes() / CHUNK)?,
+        shared: match shared {
+            Some(first) => int(OP, "permutation", first)?,
+            None => -1,
+        },
+    };
+    let grid = Grid::linear(tokens as u32, THREADS);
+    // SAFETY: operands were held against the permutation, whose rows lie below `rows`.
+    unsafe { launch(to.gpu(), FILE, "permute_gather", grid, &arguments) }
+}
