@@ -1,0 +1,461 @@
+//! Packed attention over keys and values that lie in an arena: segments, grouped heads, a prefix in place.
+//!
+//! Heads of 128 elements with 4 query heads for each KV head run on the tensor cores; any other size up to 256
+//! runs on a plain kernel. The tables of a step are made once, for all layers. A query's bits depend on
+//! its own keys only.
+
+use std::sync::Arc;
+
+use cudarc::driver::{DeviceRepr, LaunchConfig, PushKernelArg};
+
+use super::attention_tiles::{Cut, Extent, KEY_TILE, OP, WORDS, tables};
+use super::device::Gpu;
+use super::error::{Result, argument};
+use super::launch::{Grid, aligned, int, launch};
+use super::map::{Swizzled, TensorMap};
+use super::rope::KvSlot;
+use super::tensor::{GpuTensor, GpuType, bytes_of};
+use crate::Segment;
+use crate::cpu::rope::AttnHeads;
+use crate::error::KernelError;
+
+pub use super::attention_tiles::{GpuAttnRow, KvRun};
+
+/// The one head size and group that the fast kernel is made for.
+const FAST_DIM: usize = 128;
+const FAST_GROUP: usize = 4;
+/// Warpgroups of a block that multiply, and tokens of each (with 4 heads: the 64 rows of its products).
+const CONSUMERS: usize = 2;
+const CONSUMER_TOKENS: usize = 16;
+/// Half a head: rows of 128 bytes, as the swizzle has them.
+const PANEL: usize = 64;
+/// Slots of the ring of key and value tiles.
+const SLOTS: usize = 4;
+/// Tokens of a tile of the plain kernel, and the largest head it takes.
+const PLAIN_TOKENS: usize = 8;
+const PLAIN_DIM: usize = 256;
+const PLAIN_THREADS: u32 = 256;
+/// Numbers before the rows: the scheduler's.
+const SCHEDULER_WORDS: usize = 8;
+
+/// Queries, and outputs, of a block.
+const QUERY_BYTES: usize = CONSUMERS * CONSUMER_TOKENS * FAST_GROUP * FAST_DIM * 2;
+/// Queries, ring, outputs on their way; a barrier pair of each slot and of each warpgroup's queries; the
+/// tile of each warpgroup.
+const SHARED_BYTES: usize = 2 * QUERY_BYTES
+    + SLOTS * KEY_TILE * FAST_DIM * 2
+    + (2 * SLOTS + 2 * CONSUMERS) * size_of::<u64>()
+    + CONSUMERS * size_of::<u64>();
+
+/// Who attends to what in a step, on the device; the same for every layer.
+#[derive(Clone, Debug)]
+pub struct AttentionPlan {
+    tables: GpuTensor,
+    heads: AttnHeads,
+    extent: Extent,
+    rows: usize,
+    tiles: usize,
+    tokens: usize,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Arguments {
+    out: u64,
+    lse: u64,
+    rows: u64,
+    tiles: u64,
+    scheduler: u64,
+    tile_count: i32,
+    layer: i32,
+    query_heads: i32,
+    scale: f32,
+}
+
+// SAFETY: the layout of `Arguments` in `cuda/attention.cu`.
+unsafe impl DeviceRepr for Arguments {}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct PlainArguments {
+    q: u64,
+    arena: u64,
+    out: u64,
+    lse: u64,
+    rows: u64,
+    tiles: u64,
+    q_stride: i32,
+    token_stride: i32,
+    dim: i32,
+    group: i32,
+    query_heads: i32,
+    layer: i32,
+    scale: f32,
+    padding: i32,
+}
+
+// SAFETY: the layout of `GenericArguments` in `cuda/attention_generic.cu`.
+unsafe impl DeviceRepr for PlainArguments {}
+
+fn fast(heads: AttnHeads) -> bool {
+    heads.dim == FAST_DIM && heads.group() == FAST_GROUP
+}
+
+impl AttentionPlan {
+    /// The plan of `tokens` packed queries, each in exactly one segment, over runs of an `arena`
+    /// `[rows, dim]` with `layers` layers.
+    ///
+    /// # Errors
+    /// `Argument` for heads that do not fit, a run outside the arena, segments outside the tokens or their
+    /// row's keys, a token that no segment or two have, or a query without a key; those of
+    /// [`GpuTensor::new`].
+    pub fn new(
+        arena: &GpuTensor,
+        heads: AttnHeads,
+        layers: usize,
+        rows: &[GpuAttnRow],
+        (segments, tokens): (&[Segment], usize),
+    ) -> Result<Self> {
+        let extent = Extent::of(arena, heads, layers)?;
+        Self::upload(arena.gpu(), heads, extent, rows, (segments, tokens, false))
+    }
+
+    /// [`AttentionPlan::new`] for attention over some of the keys, whose parts are merged by their `lse`:
+    /// segments may see no key (zeros, and an `lse` of negative infinity) and may leave tokens out, whose
+    /// outputs are left as they are.
+    ///
+    /// # Errors
+    /// Those of [`AttentionPlan::new`].
+    pub fn partial(
+        arena: &GpuTensor,
+        heads: AttnHeads,
+        layers: usize,
+        rows: &[GpuAttnRow],
+        (segments, tokens): (&[Segment], usize),
+    ) -> Result<Self> {
+        let extent = Extent::of(arena, heads, layers)?;
+        Self::upload(arena.gpu(), heads, extent, rows, (segments, tokens, true))
+    }
+
+    fn upload(
+        gpu: &Arc<Gpu>,
+        heads: AttnHeads,
+        extent: Extent,
+        rows: &[GpuAttnRow],
+        (segments, tokens, partial): (&[Segment], usize, bool),
+    ) -> Result<Self> {
+        if heads.kv == 0 || heads.q == 0 || !heads.q.is_multiple_of(heads.kv) {
+            let reason = "need query heads that are a positive multiple of KV heads";
+            return Err(argument(OP, "heads", reason));
+        }
+        if heads.dim == 0 || heads.dim > PLAIN_DIM || !heads.dim.is_multiple_of(8) {
+            let reason = "need a size that is a multiple of 8, at most 256";
+            return Err(argument(OP, "heads", reason));
+        }
+        let cut = Cut {
+            tokens: if fast(heads) {
+                CONSUMERS * CONSUMER_TOKENS
+            } else {
+                PLAIN_TOKENS
+            },
+            partial,
+        };
+        let made = tables(heads, extent, rows, segments, (tokens, cut))?;
+        let mut words = vec![[0_u32; WORDS]];
+        words.extend(&made.rows);
+        words.extend(&made.tiles);
+        let dims = [words.len(), WORDS];
+        let tables = GpuTensor::new(gpu, &dims, GpuType::I32, "attention plan")?;
+        tables.write_bytes(bytes_of(&words))?;
+        Ok(Self {
+            tables,
+            heads,
+            extent,
+            rows: made.rows.len(),
+            tiles: made.tiles.len(),
+            tokens,
+        })
+    }
+
+    /// Packed queries it was made for.
+    #[must_use]
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// Addresses of the scheduler, the rows and the tiles.
+    fn addresses(&self) -> [u64; 3] {
+        let word = size_of::<u32>();
+        let start = self.tables.address();
+        let rows = start + (SCHEDULER_WORDS * word) as u64;
+        [start, rows, rows + (self.rows * WORDS * word) as u64]
+    }
+
+    fn check(&self, layer: usize, out: &GpuTensor, lse: Option<&GpuTensor>) -> Result<()> {
+        if layer >= self.extent.layers {
+            let limit = self.extent.layers;
+            let what = "layer";
+            let value = layer;
+            return Err(KernelError::Bounds {
+                op: OP,
+                what,
+                value,
+                limit,
+            }
+            .into());
+        }
+        let (tokens, heads) = (self.tokens, self.heads);
+        out.expect(OP, "out", &[tokens, heads.q * heads.dim], GpuType::Bf16)?;
+        if let Some(lse) = lse {
+            lse.expect(OP, "lse", &[tokens, heads.q], GpuType::F32)?;
+        }
+        Ok(())
+    }
+}
+
+impl Extent {
+    fn of(arena: &GpuTensor, heads: AttnHeads, layers: usize) -> Result<Self> {
+        arena.expect(OP, "arena", &[usize::MAX, heads.dim], GpuType::Bf16)?;
+        let arena_rows = arena.dim(0);
+        int(OP, "arena", arena_rows)?;
+        Ok(Self {
+            arena_rows,
+            layers,
+            token_stride: 1,
+        })
+    }
+}
+
+/// Where [`attention`] writes.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionOut<'a> {
+    /// bf16 `[tokens, Hq * D]`.
+    pub out: &'a GpuTensor,
+    /// `ln(sum(exp(scale * q . k)))` of each query and head, F32 `[tokens, Hq]`, where it is wanted.
+    pub lse: Option<&'a GpuTensor>,
+}
+
+/// `softmax(scale * q . k) . v` of the packed queries `q` bf16 `[tokens, Hq, D]`, rotated and normed, over the
+/// keys and values that `arena` bf16 `[rows, D]` holds of `layer`, as the plan says. Query head `h` reads KV head
+/// `h / (Hq / Hkv)`. Softmax is fp32, probabilities are bf16. Padding of the runs is read and must be
+/// finite; it has no weight.
+///
+/// # Errors
+/// `Argument` naming the operand that is not the plan's, or what the driver says.
+pub fn attention(
+    plan: &AttentionPlan,
+    to: AttentionOut<'_>,
+    q: &GpuTensor,
+    (arena, layer): (&GpuTensor, usize),
+    scale: f32,
+) -> Result<()> {
+    let heads = plan.heads;
+    plan.check(layer, to.out, to.lse)?;
+    q.expect(OP, "q", &[plan.tokens, heads.q, heads.dim], GpuType::Bf16)?;
+    arena.expect(
+        OP,
+        "arena",
+        &[plan.extent.arena_rows, heads.dim],
+        GpuType::Bf16,
+    )?;
+    aligned(OP, &[("q", q), ("arena", arena), ("out", to.out)])?;
+    if plan.tiles == 0 {
+        return Ok(());
+    }
+    if fast(heads) {
+        on_tensor_cores(plan, to, q, (arena, layer), scale)
+    } else {
+        let plain = Plain {
+            q: q.address(),
+            q_stride: heads.q * heads.dim,
+            arena: arena.address(),
+        };
+        plain.run(plan, to, layer, scale)
+    }
+}
+
+fn on_tensor_cores(
+    plan: &AttentionPlan,
+    to: AttentionOut<'_>,
+    q: &GpuTensor,
+    (arena, layer): (&GpuTensor, usize),
+    scale: f32,
+) -> Result<()> {
+    let heads = plan.heads;
+    let head = FAST_DIM * GpuType::Bf16.bytes();
+    let panel = PANEL * GpuType::Bf16.bytes();
+    // Columns in two panels, each 128 bytes wide.
+    let queries = TensorMap::new(
+        q,
+        &[PANEL, heads.q, plan.tokens, FAST_DIM / PANEL],
+        &[head, heads.q * head, panel],
+        &[PANEL, FAST_GROUP, CONSUMER_TOKENS, FAST_DIM / PANEL],
+        Swizzled::B128,
+    )?;
+    let keys = TensorMap::new(
+        arena,
+        &[PANEL, arena.dim(0), FAST_DIM / PANEL],
+        &[head, panel],
+        &[PANEL, KEY_TILE, FAST_DIM / PANEL],
+        Swizzled::B128,
+    )?;
+    let [scheduler, rows, tiles] = plan.addresses();
+    let arguments = Arguments {
+        out: to.out.address(),
+        lse: to.lse.map_or(0, GpuTensor::address),
+        rows,
+        tiles,
+        scheduler,
+        tile_count: int(OP, "segments", plan.tiles)?,
+        layer: int(OP, "layer", layer)?,
+        query_heads: int(OP, "heads", heads.q)?,
+        scale: scale * std::f32::consts::LOG2_E,
+    };
+    let gpu = q.gpu();
+    let shared = u32::try_from(SHARED_BYTES).unwrap_or(u32::MAX);
+    let kernel = gpu.kernel("attention", "attention_128", shared)?;
+    let blocks = gpu
+        .multiprocessors()
+        .min(u32::try_from(plan.tiles).unwrap_or(u32::MAX));
+    let config = LaunchConfig {
+        grid_dim: (blocks, 1, 1),
+        block_dim: (128 * (CONSUMERS as u32 + 1), 1, 1),
+        shared_mem_bytes: shared,
+    };
+    let mut launch = gpu.stream().launch_builder(&kernel);
+    launch.arg(&queries).arg(&keys).arg(&arguments);
+    // SAFETY: arguments are those of `attention_128`; the plan's tables were held against tokens and arena.
+    unsafe { launch.launch(config) }?;
+    Ok(())
+}
+
+/// Operands of the plain kernel.
+struct Plain {
+    q: u64,
+    /// Elements from a token to the next.
+    q_stride: usize,
+    arena: u64,
+}
+
+impl Plain {
+    fn run(
+        &self,
+        plan: &AttentionPlan,
+        to: AttentionOut<'_>,
+        layer: usize,
+        scale: f32,
+    ) -> Result<()> {
+        let heads = plan.heads;
+        let [_, rows, tiles] = plan.addresses();
+        let arguments = PlainArguments {
+            q: self.q,
+            arena: self.arena,
+            out: to.out.address(),
+            lse: to.lse.map_or(0, GpuTensor::address),
+            rows,
+            tiles,
+            q_stride: int(OP, "q", self.q_stride)?,
+            token_stride: int(OP, "arena", plan.extent.token_stride)?,
+            dim: int(OP, "heads", heads.dim)?,
+            group: int(OP, "heads", heads.group())?,
+            query_heads: int(OP, "heads", heads.q)?,
+            layer: int(OP, "layer", layer)?,
+            scale: scale * std::f32::consts::LOG2_E,
+            padding: 0,
+        };
+        let blocks = u32::try_from(plan.tiles)
+            .map_err(|_| argument(OP, "segments", "make more tiles than a grid has blocks"))?;
+        let (grid, gpu) = (Grid::linear(blocks, PLAIN_THREADS), to.out.gpu());
+        // SAFETY: the layout is the kernel's; the plan's tables were held against tokens and arena.
+        unsafe {
+            launch(
+                gpu,
+                "attention_generic",
+                "attention_generic",
+                grid,
+                &arguments,
+            )
+        }
+    }
+}
+
+/// A plan for [`attention_fused`]: `sequences` follow one another in `tokens` packed tokens of a fused projection
+/// `[tokens, 3 * H * D]` (queries, keys, values, each head by head), and every token sees its whole sequence.
+///
+/// # Errors
+/// Those of [`AttentionPlan::new`].
+pub fn plan_fused(
+    gpu: &Arc<Gpu>,
+    (heads, dim): (usize, usize),
+    sequences: &[usize],
+) -> Result<AttentionPlan> {
+    let (mut rows, mut segments, mut start) = (Vec::new(), Vec::new(), 0_usize);
+    for (row, &tokens) in sequences.iter().enumerate() {
+        let first = int(
+            OP,
+            "sequences",
+            start.saturating_mul(3 * heads).saturating_add(heads),
+        )?;
+        let narrow = heads as u32;
+        let at = KvSlot {
+            first: first.unsigned_abs(),
+            per_head: 1,
+            per_layer: 0,
+            to_value: narrow,
+        };
+        let fresh = KvRun { at, tokens };
+        rows.push(GpuAttnRow {
+            prefix: None,
+            fresh,
+        });
+        segments.push(Segment {
+            row,
+            q: start..start + tokens,
+            kind: crate::SegmentKind::Full,
+            q_pos: 0,
+            keys: tokens,
+        });
+        start = start.saturating_add(tokens);
+    }
+    let heads = AttnHeads {
+        q: heads,
+        kv: heads,
+        dim,
+    };
+    let extent = Extent {
+        arena_rows: start.saturating_mul(3 * heads.q),
+        layers: 1,
+        token_stride: 3 * heads.q,
+    };
+    AttentionPlan::upload(gpu, heads, extent, &rows, (&segments, start, false))
+}
+
+/// Full attention within the sequences of [`plan_fused`]: `qkv` bf16 `[tokens, 3 * H * D]`, `out` bf16
+/// `[tokens, H * D]`.
+///
+/// # Errors
+/// `Argument` naming the operand that is not the plan's, or what the driver says.
+pub fn attention_fused(
+    plan: &AttentionPlan,
+    out: &GpuTensor,
+    qkv: &GpuTensor,
+    scale: f32,
+) -> Result<()> {
+    let heads = plan.heads;
+    let width = 3 * heads.q * heads.dim;
+    if plan.extent.token_stride != 3 * heads.q {
+        return Err(argument(OP, "plan", "is not one of plan_fused"));
+    }
+    plan.check(0, out, None)?;
+    qkv.expect(OP, "qkv", &[plan.tokens, width], GpuType::Bf16)?;
+    aligned(OP, &[("qkv", qkv), ("out", out)])?;
+    if plan.tiles == 0 {
+        return Ok(());
+    }
+    let plain = Plain {
+        q: qkv.address(),
+        q_stride: width,
+        arena: qkv.address(),
+    };
+    plain.run(plan, AttentionOut { out, lse: None }, 0, scale)
+}
