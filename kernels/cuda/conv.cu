@@ -109,8 +109,6 @@ __device__ __forceinline__ void multiply(const Launch& launch, const Shared<Shap
     for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
         const Tile tile = tile_at(launch, index);
         const int buffers = (tile.last_time - tile.first_time + 1) * steps;
-        Epilogue epilogue;
-        epilogue.begin(launch, tile, warpgroup);
         int accumulate = 0, weights_held = -1, pixels_held = -1;
         for (int buffer = 0; buffer < buffers; ++buffer) {
             hopper::barrier_wait(shared.pixels_full + pixel_ring.stage, pixel_ring.phase);
@@ -154,7 +152,7 @@ __device__ __forceinline__ void multiply(const Launch& launch, const Shared<Shap
         }
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) hopper::keep(acc[b]);
-        epilogue.run(launch, tile, acc, shared.staging + warpgroup * kBlockRows * N * 2, warpgroup);
+        Epilogue::run(launch, tile, acc, shared.staging + warpgroup * kBlockRows * N * 2, warpgroup);
     }
 }
 

@@ -79,15 +79,8 @@ struct HalfEpilogue {
     static constexpr int kPasses = kBlockRows / kRowsAtOnce;
     static_assert(N == 128 && kRowsAtOnce == kBlockSide, "a pass is one row of a block; a chunk's lanes are 16 apart");
 
-    uint4 raw[kPasses];  // shortcut of the block whose turn is next
-
-    // Before the products: the first reads of the shortcut are in flight while they run.
-    __device__ __forceinline__ void begin(const Launch& launch, const Tile& tile, int warpgroup) {
-        if (launch.shortcut) shortcut(launch, tile, warpgroup * blocks);
-    }
-
-    __device__ __forceinline__ void run(const Launch& launch, const Tile& tile, float (&acc)[blocks][N / 2],
-                                        char* staging, int warpgroup) {
+    static __device__ __forceinline__ void run(const Launch& launch, const Tile& tile, float (&acc)[blocks][N / 2],
+                                               char* staging, int warpgroup) {
         const int thread = threadIdx.x % kWarpgroup, chunk = thread % kChunks;
         const int n = tile.n * N + chunk * 8;
         const Stride stride = out_stride<flat>(launch);
@@ -96,12 +89,9 @@ struct HalfEpilogue {
         for (int b = 0; b < blocks; ++b) {
             const int2 at = pixel_of<flat>(tile, warpgroup * blocks + b, thread / kChunks);
             const int valid = valid_passes(launch, at, n);
-            stage(launch, tile, acc[b], staging);
             uint4 added[kPasses];
-#pragma unroll
-            for (int i = 0; i < kPasses; ++i) added[i] = raw[i];
-            // The registers of the accumulators just staged hold the next block's shortcut.
-            if (launch.shortcut && b + 1 < blocks) shortcut(launch, tile, warpgroup * blocks + b + 1);
+            if (launch.shortcut) shortcut(launch, tile, at, n, valid, added);
+            stage(launch, tile, acc[b], staging);
             hopper::named_sync(1 + warpgroup, kWarpgroup);
             T* out = static_cast<T*>(launch.out) + out_index(launch, tile, at.x, at.y, n);
 #pragma unroll
@@ -139,10 +129,9 @@ struct HalfEpilogue {
         return flat ? (launch.width - at.x + 7) / 8 : launch.height - at.y;
     }
 
-    __device__ __forceinline__ void shortcut(const Launch& launch, const Tile& tile, int block) {
-        const int thread = threadIdx.x % kWarpgroup, n = tile.n * N + thread % kChunks * 8;
-        const int2 at = pixel_of<flat>(tile, block, thread / kChunks);
-        const int valid = valid_passes(launch, at, n);
+    // In flight while the accumulators are staged.
+    static __device__ __forceinline__ void shortcut(const Launch& launch, const Tile& tile, int2 at, int n, int valid,
+                                                    uint4 (&raw)[kPasses]) {
         const long long pixel = ((long long)tile.frame * launch.height + at.y) * launch.width + at.x;
         const T* from = static_cast<const T*>(launch.shortcut) + tile.image * launch.shortcut_image_stride +
                         pixel * launch.shortcut_channels + (n >> launch.shortcut_repeat);
@@ -213,10 +202,8 @@ struct HalfEpilogue {
 // fp32 or 8-bit colour straight from the accumulators: four lanes write 32 bytes of a row.
 template <bool flat, int N, int blocks>
 struct FloatEpilogue {
-    __device__ __forceinline__ void begin(const Launch&, const Tile&, int) {}
-
-    __device__ __forceinline__ void run(const Launch& launch, const Tile& tile, float (&acc)[blocks][N / 2], char*,
-                                        int warpgroup) {
+    static __device__ __forceinline__ void run(const Launch& launch, const Tile& tile, float (&acc)[blocks][N / 2],
+                                               char*, int warpgroup) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
 #pragma unroll
         for (int b = 0; b < blocks; ++b) {

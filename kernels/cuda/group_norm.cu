@@ -141,18 +141,24 @@ __device__ __forceinline__ void apply(const T* x, long long x_image_stride, T* y
         const T* x, long long image_stride, long long pixels, int channels, float2* partials) {                     \
         group_norm::sums<T>(x, image_stride, pixels, channels, partials);                                           \
     }                                                                                                               \
-    extern "C" __global__ void __launch_bounds__(group_norm::kThreads) group_norm_coefficients_##SUFFIX(            \
-        const float2* partials, int per, int units, int channels, int groups, long long pixels, float eps,          \
-        const float* weight, const float* bias, const T* scale, const T* shift, long long modulation_stride,        \
-        float2* out) {                                                                                              \
-        group_norm::coefficients<T>(partials, per, units, channels, groups, pixels, eps, weight, bias, scale,       \
-                                    shift, modulation_stride, out);                                                 \
-    }                                                                                                               \
     extern "C" __global__ void __launch_bounds__(group_norm::kThreads) group_norm_apply_##SUFFIX(                   \
         const T* x, long long x_image_stride, T* y, long long y_image_stride, long long pixels, int channels,       \
         const float2* coefficients, int silu) {                                                                     \
         group_norm::apply<T>(x, x_image_stride, y, y_image_stride, pixels, channels, coefficients, silu);           \
     }
 
+// T is the type of the modulation.
+#define GROUP_NORM_COEFFICIENTS(SUFFIX, T)                                                                          \
+    extern "C" __global__ void __launch_bounds__(group_norm::kThreads) group_norm_coefficients_##SUFFIX(            \
+        const float2* partials, int per, int units, int channels, int groups, long long pixels, float eps,          \
+        const float* weight, const float* bias, const T* scale, const T* shift, long long modulation_stride,        \
+        float2* out) {                                                                                              \
+        group_norm::coefficients<T>(partials, per, units, channels, groups, pixels, eps, weight, bias, scale,       \
+                                    shift, modulation_stride, out);                                                 \
+    }
+
 GROUP_NORM_KERNELS(bf16, __nv_bfloat16)
 GROUP_NORM_KERNELS(f16, __half)
+GROUP_NORM_COEFFICIENTS(bf16, __nv_bfloat16)
+GROUP_NORM_COEFFICIENTS(f16, __half)
+GROUP_NORM_COEFFICIENTS(f32, float)

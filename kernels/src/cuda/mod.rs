@@ -15,9 +15,13 @@ mod bias;
 mod comm;
 mod comm_library;
 mod comm_ops;
+mod conv;
+mod conv_layout;
 mod device;
 mod embed;
 mod error;
+mod gemm;
+mod group_norm;
 mod launch;
 mod map;
 mod memory;
@@ -29,6 +33,7 @@ mod router;
 mod scheduler;
 mod tensor;
 mod transfer;
+mod vae_ops;
 
 pub use attention::{
     AttentionOut, AttentionPlan, GpuAttnRow, KvRun, attention, attention_fused, plan_fused,
@@ -36,9 +41,16 @@ pub use attention::{
 pub use bias::{Activation, bias_activation};
 pub use comm::{Comm, CommAborter, CommId, CommOptions, Lane};
 pub use comm_ops::Transfer;
+pub use conv::{ConvOptions, Moves, Shortcut, conv, conv_sum_elements};
+pub use conv_layout::{ChannelSums, GpuConvWeight, Pictures};
 pub use device::{Gpu, GpuMemory};
 pub use embed::{RowIndex, gather_rows, move_rows, narrow_to_bf16, scalar_code, scatter_rows};
 pub use error::{CudaError, Result};
+pub use gemm::{Finish, gemm, gemm_fp8, grouped_gemm, grouped_gemm_fp8};
+pub use group_norm::{
+    GpuGroupNorm, group_norm_apply, group_norm_coefficients, group_norm_sum_elements,
+    group_norm_sums,
+};
 pub use memory::DeviceBuffer;
 pub use norm::{
     E4m3Rows, ExpertOutputs, NormOutput, RmsNorm, add_rms_norm, combine, quantize_rows, rms_norm,
@@ -50,3 +62,4 @@ pub use router::{GpuRouting, RouterWeight, route};
 pub use scheduler::{StepJob, StepJobs, guide_step};
 pub use tensor::{GpuTensor, GpuType};
 pub use transfer::{CopyStream, Mark, PinnedBuffer};
+pub use vae_ops::{channel_means, to_channels_last, wide_softmax};
