@@ -6,7 +6,7 @@ use crate::error::ModelError;
 use crate::source::Scope;
 
 /// Width of the sinusoidal code; fixed by the architecture.
-const CODE: usize = 256;
+pub(crate) const CODE: usize = 256;
 /// Period base of the sinusoidal code; fixed by the architecture.
 const MAX_PERIOD: f64 = 10_000.0;
 
@@ -40,7 +40,7 @@ impl TimeEmbedder {
 
 /// `[cos(t f_0) .. cos(t f_127), sin(t f_0) .. sin(t f_127)]`, `f_i = 10000^(-i / 128)`, all in F32:
 /// a scalar of a thousand would lose its phase in BF16.
-fn code(scalar: f32) -> Vec<f32> {
+pub(crate) fn code(scalar: f32) -> Vec<f32> {
     let half = CODE / 2;
     let decay = -(MAX_PERIOD.ln()) as f32;
     let angles = (0..half).map(|i| scalar * (decay * i as f32 / half as f32).exp());

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kernels::cuda::{DeviceBuffer, Gpu, GpuTensor, GpuType};
+use kernels::cuda::{DeviceBuffer, Gpu, GpuTensor, GpuType, KvRun, KvSlot};
 use kv::KvGeometry;
 
 use super::KEY_TILE;
@@ -61,24 +61,11 @@ pub(crate) struct KvArena {
 
 /// Keys and values of consecutive tokens in all (or one) of the layers; given back on drop.
 #[derive(Debug)]
-pub(crate) struct KvRun {
+pub(crate) struct KvLease {
     arena: Arc<KvArena>,
     rows: Range<usize>,
     layers: usize,
     capacity: usize,
-}
-
-/// Where a kernel finds a run: everything in arena rows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct KvPlace {
-    /// First key of head 0 in layer 0.
-    pub(crate) first: u32,
-    /// From a head to the next.
-    pub(crate) head_stride: u32,
-    /// From a layer to the next; 0 where every layer uses the same rows.
-    pub(crate) layer_stride: u32,
-    /// From a key to its value.
-    pub(crate) to_values: u32,
 }
 
 impl KvArena {
@@ -113,7 +100,11 @@ impl KvArena {
     ///
     /// # Errors
     /// `Exhausted` when no run is free that is long enough.
-    pub(crate) fn run(self: &Arc<Self>, tokens: usize, shared: bool) -> Result<KvRun, ModelError> {
+    pub(crate) fn lease(
+        self: &Arc<Self>,
+        tokens: usize,
+        shared: bool,
+    ) -> Result<KvLease, ModelError> {
         let layers = if shared { 1 } else { self.geometry.layers };
         let capacity = tokens.next_multiple_of(KEY_TILE);
         let rows = 2 * layers * self.geometry.kv_heads * capacity;
@@ -123,7 +114,7 @@ impl KvArena {
             needed: rows * self.row_bytes(),
             free: free.total() * self.row_bytes(),
         })?;
-        Ok(KvRun {
+        Ok(KvLease {
             arena: self.clone(),
             rows: start..start + rows,
             layers,
@@ -131,31 +122,49 @@ impl KvArena {
         })
     }
 
+    /// Layers, heads and head size of what it holds.
+    pub(crate) fn geometry(&self) -> KvGeometry {
+        self.geometry
+    }
+
     fn row_bytes(&self) -> usize {
         self.geometry.head_dim * GpuType::Bf16.bytes()
     }
 }
 
-impl KvRun {
+impl KvLease {
+    /// The arena it is in.
+    pub(crate) fn arena(&self) -> &Arc<KvArena> {
+        &self.arena
+    }
+
     /// Tokens it has room for.
     pub(crate) fn capacity(&self) -> usize {
         self.capacity
     }
 
+    /// Its first `tokens` tokens, as attention reads them.
+    pub(crate) fn run(&self, tokens: usize) -> KvRun {
+        KvRun {
+            at: self.place(),
+            tokens,
+        }
+    }
+
     /// Where it is.
-    pub(crate) fn place(&self) -> KvPlace {
+    pub(crate) fn place(&self) -> KvSlot {
         // Arena rows were bounded to 31 bits.
         let narrow = |rows: usize| u32::try_from(rows).unwrap_or(u32::MAX);
         let side = self.arena.geometry.kv_heads * self.capacity;
-        KvPlace {
+        KvSlot {
             first: narrow(self.rows.start),
-            head_stride: narrow(self.capacity),
-            layer_stride: if self.layers == 1 {
+            per_head: narrow(self.capacity),
+            per_layer: if self.layers == 1 {
                 0
             } else {
                 narrow(2 * side)
             },
-            to_values: narrow(side),
+            to_value: narrow(side),
         }
     }
 
@@ -169,7 +178,7 @@ impl KvRun {
     }
 }
 
-impl Drop for KvRun {
+impl Drop for KvLease {
     fn drop(&mut self) {
         let free = &self.arena.free;
         let mut free = free.lock().unwrap_or_else(PoisonError::into_inner);

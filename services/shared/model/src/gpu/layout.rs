@@ -9,8 +9,6 @@ use crate::error::ModelError;
 
 /// Alignment of every piece, in bytes: what tensor maps and wide loads want.
 const ALIGNMENT: usize = 256;
-/// The router's F32 weights as this many bf16 terms, whose sum is exact to 24 bits.
-pub(crate) const ROUTER_TERMS: usize = 3;
 
 /// How the large matrices of a layer are held.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -111,18 +109,12 @@ pub(crate) struct MatrixPiece {
     pub(crate) scale: Option<Piece>,
 }
 
-/// The whole block.
+/// The whole block. Norms and the router are not in it: they are small and stay on the device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct LayerLayout {
-    pub(crate) input_norm: Piece,
-    pub(crate) post_norm: Piece,
-    pub(crate) q_norm: Option<Piece>,
-    pub(crate) k_norm: Option<Piece>,
-    /// `[ROUTER_TERMS * experts, hidden]`.
-    pub(crate) router: Piece,
     pub(crate) qkv: MatrixPiece,
     pub(crate) output: MatrixPiece,
-    /// Up and gate rows interleaved as the grouped product wants them.
+    /// As in the checkpoint: the up half, then the gate half.
     pub(crate) gate_up: MatrixPiece,
     pub(crate) down: MatrixPiece,
     /// Size of the block.
@@ -157,17 +149,7 @@ impl LayerLayout {
     pub(crate) fn new(dims: &LayerDims, weights: WeightType) -> Self {
         let mut at = Cursor::default();
         let (h, groups) = (dims.hidden, dims.groups());
-        let mut head_norm = |at: &mut Cursor| {
-            dims.qk_norm
-                .then(|| at.piece(&[dims.head_dim], GpuType::Bf16))
-        };
-        let (q_norm, k_norm) = (head_norm(&mut at), head_norm(&mut at));
         Self {
-            q_norm,
-            k_norm,
-            input_norm: at.piece(&[h], GpuType::Bf16),
-            post_norm: at.piece(&[h], GpuType::Bf16),
-            router: at.piece(&[ROUTER_TERMS * dims.experts, h], GpuType::Bf16),
             qkv: at.matrix([1, dims.qkv_width(), h], weights),
             output: at.matrix([1, h, dims.q_width()], weights),
             gate_up: at.matrix([groups, 2 * dims.inner, h], weights),
@@ -196,10 +178,8 @@ mod tests {
     }
 
     fn pieces(layout: &LayerLayout) -> Vec<&Piece> {
-        let norms = [&layout.q_norm, &layout.k_norm];
         let matrices = [&layout.qkv, &layout.output, &layout.gate_up, &layout.down];
-        let mut all = vec![&layout.input_norm, &layout.post_norm, &layout.router];
-        all.extend(norms.into_iter().flatten());
+        let mut all = Vec::new();
         for matrix in matrices {
             all.push(&matrix.data);
             all.extend(&matrix.scale);
@@ -210,12 +190,8 @@ mod tests {
     #[test]
     fn pieces_of_a_layer_are_aligned_and_do_not_overlap() {
         for weights in [WeightType::Bf16, WeightType::Fp8] {
-            for (shared, qk_norm) in [(true, true), (false, false)] {
-                let dims = LayerDims {
-                    shared,
-                    qk_norm,
-                    ..dims()
-                };
+            for shared in [true, false] {
+                let dims = LayerDims { shared, ..dims() };
                 let layout = LayerLayout::new(&dims, weights);
                 let mut spans: Vec<_> = pieces(&layout)
                     .into_iter()
@@ -234,11 +210,10 @@ mod tests {
 
     #[test]
     fn a_layer_of_the_released_model_has_the_bytes_the_specification_says() {
-        // 2 495 873 280 parameters; the router is held in three bf16 terms rather than one F32 value.
-        let parameters = 2_495_873_280_usize;
-        let extra = 2 * (ROUTER_TERMS - 1) * 64 * 4096;
+        // 2 495 873 280 parameters, less the router's and the norms'.
+        let parameters = 2_495_873_280_usize - 64 * 4096 - 2 * 4096 - 2 * 128;
         let bf16 = LayerLayout::new(&dims(), WeightType::Bf16).bytes;
-        assert!(bf16.abs_diff(2 * parameters + extra) < 16 * ALIGNMENT);
+        assert!(bf16.abs_diff(2 * parameters) < 16 * ALIGNMENT);
         let fp8 = LayerLayout::new(&dims(), WeightType::Fp8).bytes;
         assert!(fp8 < bf16 * 51 / 100, "{fp8} of {bf16}");
     }

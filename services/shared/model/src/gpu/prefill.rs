@@ -1,0 +1,198 @@
+//! Prefixes made on the device: packed rows of tokens through the layers, their keys and values kept.
+
+use kernels::Tensor;
+use kernels::cuda::{GpuTensor, narrow_to_bf16};
+
+use super::GpuModel;
+use super::arena::KvLease;
+use super::layer::Layer;
+use super::prefix::GpuPrefix;
+use super::rows::{GpuRow, pass};
+use crate::backbone::{RowSegment, segments};
+use crate::error::ModelError;
+use crate::input::RowInput;
+use crate::positions::{positions, rope_table};
+use crate::prefill::{PreparedRow, RowTokens};
+
+/// Keys and values of a row on the device that more tokens are appended to.
+#[derive(Debug)]
+pub struct GpuCache {
+    lease: KvLease,
+    tokens: usize,
+}
+
+impl GpuCache {
+    /// Tokens so far.
+    pub fn len(&self) -> usize {
+        self.tokens
+    }
+
+    /// True when there is none yet.
+    pub fn is_empty(&self) -> bool {
+        self.tokens == 0
+    }
+
+    /// Freezes the tokens held.
+    pub fn into_prefix(self) -> GpuPrefix {
+        GpuPrefix::of(self.lease, self.tokens)
+    }
+}
+
+impl GpuModel {
+    /// An empty cache for a row of at most `tokens` tokens.
+    ///
+    /// # Errors
+    /// `Exhausted` when there is no room.
+    pub fn cache(&self, tokens: usize) -> Result<GpuCache, ModelError> {
+        let lease = self.arena.lease(tokens, false)?;
+        Ok(GpuCache { lease, tokens: 0 })
+    }
+
+    /// Keys and values of tokens `[0, P)` of every row, all rows packed in one pass.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a row beyond the model's positions, `Exhausted` when memory runs out, `Internal`
+    /// when the model was opened without text.
+    pub fn prefill(&mut self, rows: &[&RowTokens<'_>]) -> Result<Vec<GpuPrefix>, ModelError> {
+        let rows: Vec<PreparedRow<'_>> = rows
+            .iter()
+            .map(|row| PreparedRow::new(row, row.layout.prefix_len()))
+            .collect::<Result<_, _>>()?;
+        let inputs: Vec<RowInput<'_>> = rows.iter().map(PreparedRow::input).collect();
+        let mut caches: Vec<GpuCache> = inputs
+            .iter()
+            .map(|input| self.cache(input.ids.len()))
+            .collect::<Result<_, _>>()?;
+        let mut borrowed: Vec<&mut GpuCache> = caches.iter_mut().collect();
+        self.run_rows(&inputs, &mut borrowed, false)?;
+        Ok(caches.into_iter().map(GpuCache::into_prefix).collect())
+    }
+
+    /// Runs packed tokens of rows on top of their caches and appends to them. With `hidden` the last layer is
+    /// computed whole and the raw hidden states `[tokens, hidden]` come back, valid until the next pass.
+    ///
+    /// # Errors
+    /// Those of [`GpuModel::prefill`].
+    pub fn run_rows(
+        &mut self,
+        inputs: &[RowInput<'_>],
+        caches: &mut [&mut GpuCache],
+        hidden: bool,
+    ) -> Result<Option<GpuTensor>, ModelError> {
+        // The workspace is about to be used otherwise.
+        self.batch = None;
+        let parts = prepared(inputs, caches, &self.config)?;
+        let tokens = inputs.iter().map(|row| row.ids.len()).sum();
+        let mut work = self.workspace(tokens)?;
+        self.embed_text(inputs, &work.x)?;
+        let mut places = Vec::with_capacity(tokens);
+        for row in inputs {
+            places.extend(positions(row.start..row.start + row.ids.len(), row.images)?);
+        }
+        let table = rope_table(&places, self.config.head_dim, self.config.rope_theta)?;
+        let upload = |t: &Tensor| GpuTensor::from_host(&self.gpu, t, "rotary table");
+        let rope = (upload(&table.cos)?, upload(&table.sin)?);
+        let rows: Vec<GpuRow<'_>> = inputs
+            .iter()
+            .zip(&parts)
+            .zip(caches.iter())
+            .map(|((input, segments), cache)| GpuRow {
+                tokens: input.ids.len(),
+                segments,
+                prefix: None,
+                at: cache.lease.place(),
+                appended: cache.tokens,
+            })
+            .collect();
+        let pass = pass(self.shape, self.arena.tensor()?, &rows, rope)?;
+        let layers = self.small.len();
+        for index in 0..layers {
+            let block = self.store.block(index)?;
+            let layer = Layer {
+                index,
+                dims: &self.dims[index],
+                small: &self.small[index],
+                block: &block,
+            };
+            if index == 0 {
+                layer.enter(&work, &pass)?;
+            }
+            if index + 1 == layers && !hidden {
+                layer.keys(&work, &pass)?;
+            } else {
+                let next = self.small.get(index + 1).map(|small| &small.input_norm);
+                layer.forward(&mut work, &pass, next)?;
+            }
+            self.store.done(index)?;
+        }
+        for (cache, input) in caches.iter_mut().zip(inputs) {
+            cache.tokens += input.ids.len();
+        }
+        Ok(hidden.then(|| work.x.clone()))
+    }
+
+    /// F32 vocabulary logits `[rows, vocab]` of hidden states `[rows, hidden]`.
+    ///
+    /// # Errors
+    /// `Internal` when the model was opened without text, `Gpu` when the device failed.
+    pub fn logits(&self, hidden: &GpuTensor) -> Result<GpuTensor, ModelError> {
+        self.text.as_ref().ok_or_else(no_text)?.logits(hidden)
+    }
+
+    /// Embeddings of all rows into `x`, and the vectors that replace some of them.
+    fn embed_text(&self, inputs: &[RowInput<'_>], x: &GpuTensor) -> Result<(), ModelError> {
+        let text = self.text.as_ref().ok_or_else(no_text)?;
+        let ids = inputs.iter().flat_map(|row| row.ids.iter().copied());
+        text.embed(&ids.collect::<Vec<u32>>(), x)?;
+        let mut base = 0;
+        for row in inputs {
+            for (index, vectors) in row.vectors {
+                let inside = *index >= row.start
+                    && vectors.dim(1) == self.config.hidden_size
+                    && index + vectors.dim(0) <= row.start + row.ids.len();
+                if !inside {
+                    return Err(ModelError::Internal(format!(
+                        "vectors {:?} at token {index} do not fit their row",
+                        vectors.shape()
+                    )));
+                }
+                let wide = GpuTensor::from_host(&self.gpu, vectors, "vectors of tokens")?;
+                let to = x.narrow0(base + index - row.start, vectors.dim(0))?;
+                narrow_to_bf16(&wide, &to)?;
+            }
+            base += row.ids.len();
+        }
+        Ok(())
+    }
+}
+
+/// The segments of every row, after checking that rows continue their caches and fit.
+fn prepared(
+    inputs: &[RowInput<'_>],
+    caches: &[&mut GpuCache],
+    config: &crate::config::ModelConfig,
+) -> Result<Vec<Vec<RowSegment>>, ModelError> {
+    let continues = inputs.len() == caches.len()
+        && inputs.iter().zip(caches).all(|(input, cache)| {
+            input.start == cache.tokens && cache.tokens + input.ids.len() <= cache.lease.capacity()
+        });
+    if !continues {
+        let message = "rows do not continue their caches, or do not fit them".to_owned();
+        return Err(ModelError::Internal(message));
+    }
+    let mut parts = Vec::with_capacity(inputs.len());
+    for row in inputs {
+        let range = row.start..row.start + row.ids.len();
+        if range.end > config.max_position_embeddings {
+            let (end, most) = (range.end, config.max_position_embeddings);
+            let message = format!("{end} tokens are above the model's {most} positions");
+            return Err(ModelError::invalid("prompt", message));
+        }
+        parts.push(segments(range, row.full)?);
+    }
+    Ok(parts)
+}
+
+fn no_text() -> ModelError {
+    ModelError::Internal("the model was opened without text (GpuOptions.text)".into())
+}

@@ -1,0 +1,73 @@
+//! Prefixes on the device.
+
+use std::sync::Arc;
+
+use half::bf16;
+use kernels::cuda::KvRun;
+
+use super::arena::{KvArena, KvLease};
+use crate::error::ModelError;
+use crate::prefix::PrefixKv;
+
+/// The keys and values of a prompt in the arena; immutable, shared by every picture made from it.
+#[derive(Debug)]
+pub struct GpuPrefix {
+    lease: KvLease,
+    tokens: usize,
+}
+
+impl GpuPrefix {
+    /// Wraps what a prefill left.
+    pub(super) fn of(lease: KvLease, tokens: usize) -> Self {
+        Self { lease, tokens }
+    }
+
+    /// Brings a whole prefix to the device, rounded to bf16.
+    pub(super) fn upload(arena: &Arc<KvArena>, prefix: &PrefixKv) -> Result<Self, ModelError> {
+        let tokens = prefix.tokens();
+        let lease = arena.lease(tokens, false)?;
+        let (dim, room) = (prefix.geometry().head_dim, lease.capacity());
+        let target = lease.tensor()?;
+        let fits = *prefix.geometry() == arena.geometry() && prefix.held().len() <= 1;
+        if !fits || target.dim(0) * tokens * dim != prefix.data().len() {
+            return Err(ModelError::Internal(
+                "a prefix of another model, or a part of one, for a gpu".into(),
+            ));
+        }
+        // The room behind the tokens is read too, and must hold numbers.
+        let mut padded = vec![bf16::ZERO; target.numel()];
+        if tokens > 0 {
+            let sides = prefix.data().chunks_exact(tokens * dim);
+            for (to, from) in padded.chunks_exact_mut(room * dim).zip(sides) {
+                for (to, from) in to.iter_mut().zip(from) {
+                    *to = bf16::from_f32(*from);
+                }
+            }
+        }
+        target.write_bytes(bytemuck::cast_slice(&padded))?;
+        Ok(Self { lease, tokens })
+    }
+
+    /// Brings it back to the host; the values are bf16.
+    ///
+    /// # Errors
+    /// `Gpu` when the device failed.
+    pub fn download(&self) -> Result<PrefixKv, ModelError> {
+        let geometry = self.lease.arena().geometry();
+        let (dim, room) = (geometry.head_dim, self.lease.capacity());
+        let all = self.lease.tensor()?.to_f32_vec()?;
+        let sides = all.chunks_exact(room * dim);
+        let data = sides.flat_map(|s| s[..self.tokens * dim].iter().copied());
+        PrefixKv::new(geometry, self.tokens, data.collect())
+    }
+
+    /// Its tokens.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// Where attention reads it.
+    pub(super) fn run(&self) -> KvRun {
+        self.lease.run(self.tokens)
+    }
+}
