@@ -123,6 +123,9 @@ mod tests {
                 dtype: kv::KvDType::F32,
             },
             pixels_per_token: 16,
+            default_mode: "image".to_owned(),
+            system_prompts: Vec::new(),
+            max_new_tokens: 16,
         }
     }
 

@@ -17,6 +17,7 @@ use crate::picture::{Latents, RgbImage};
 use crate::prefix::KvCache;
 use crate::rank::{RankShard, agreed};
 use crate::source::{Scope, WeightSource};
+use crate::system_prompts::SystemPrompts;
 use crate::tokenizer::{SpecialTokens, Tokenizer};
 use crate::vae::{Tiles, Vae};
 use crate::vit::Vit;
@@ -113,6 +114,12 @@ pub struct ModelInfo {
     pub kv: KvGeometry,
     /// Pixels per image token along each side.
     pub pixels_per_token: usize,
+    /// Task of a request that does not say, as the checkpoint names it: `image`, `think_recaption`, ….
+    pub default_mode: String,
+    /// Selectors of the system prompts that the checkpoint ships, with their fingerprints.
+    pub system_prompts: Vec<(&'static str, String)>,
+    /// Most tokens of one text pass, when a request does not say.
+    pub max_new_tokens: usize,
 }
 
 /// An opened model.
@@ -136,6 +143,7 @@ pub struct Model {
 struct TextParts {
     tokenizer: Tokenizer,
     special: SpecialTokens,
+    system_prompts: SystemPrompts,
 }
 
 impl WeightSource for Checkpoint {
@@ -161,7 +169,14 @@ impl Model {
         let special = SpecialTokens::lookup(&tokenizer, &config)?;
         let weights_id = checkpoint.weights_id()?;
         let mut model = Self::build(config, &checkpoint, options, weights_id)?;
-        model.text = Some(TextParts { tokenizer, special });
+        let system_prompts = SystemPrompts::from_dir(dir)?;
+        let named = system_prompts.iter();
+        model.info.system_prompts = named.map(|p| (p.name, p.fingerprint.clone())).collect();
+        model.text = Some(TextParts {
+            tokenizer,
+            special,
+            system_prompts,
+        });
         Ok(model)
     }
 
@@ -239,6 +254,15 @@ impl Model {
     /// `Internal` for a model that was not opened from a checkpoint directory.
     pub fn special_tokens(&self) -> Result<&SpecialTokens, ModelError> {
         self.text.as_ref().map(|t| &t.special).ok_or_else(no_text)
+    }
+
+    /// The system prompts that the checkpoint ships.
+    ///
+    /// # Errors
+    /// `Internal` for a model that was not opened from a checkpoint directory.
+    pub fn system_prompts(&self) -> Result<&SystemPrompts, ModelError> {
+        let text = self.text.as_ref().ok_or_else(no_text)?;
+        Ok(&text.system_prompts)
     }
 
     /// The decoder.
@@ -394,6 +418,9 @@ fn info(config: &ModelConfig, buckets: &ResolutionGroup, weights_id: String) -> 
             dtype: KvDType::F32,
         },
         pixels_per_token: config.pixels_per_token(),
+        default_mode: config.generation.bot_task.clone(),
+        system_prompts: Vec::new(),
+        max_new_tokens: config.generation.max_new_tokens,
     }
 }
 

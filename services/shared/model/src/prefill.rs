@@ -71,6 +71,20 @@ impl Model {
         SequenceLayout::new(self.tokenizer()?, self.special_tokens()?, &rules, input)
     }
 
+    /// Lays a request out behind what the model wrote, by the ids that it wrote.
+    ///
+    /// # Errors
+    /// Those of [`Model::layout`].
+    pub fn layout_written(
+        &self,
+        input: &LayoutInput<'_>,
+        written: &[u32],
+    ) -> Result<SequenceLayout, ModelError> {
+        let rules = LayoutRules::new(self.config());
+        let (tokenizer, special) = (self.tokenizer()?, self.special_tokens()?);
+        SequenceLayout::continuing(tokenizer, special, &rules, input, written)
+    }
+
     /// Lays a text-to-image request out: both rows have the same length and geometry.
     ///
     /// # Errors

@@ -291,6 +291,46 @@ impl KvCache {
         Ok(cache)
     }
 
+    /// Forgets the tokens from `tokens` on, so that others may follow.
+    ///
+    /// # Errors
+    /// `Internal` when it holds fewer, or when the ranks of a ring hold different ones.
+    pub fn truncate(&mut self, tokens: usize) -> Result<(), ModelError> {
+        self.check_cut(tokens)?;
+        self.held = Held::all(tokens);
+        Ok(())
+    }
+
+    /// A copy of the first `tokens` tokens, with room for `capacity`.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::truncate`] and [`KvCache::new`].
+    pub fn branch(&self, tokens: usize, capacity: usize) -> Result<Self, ModelError> {
+        self.check_cut(tokens)?;
+        let mut branch = Self::new(self.geometry, capacity)?;
+        branch.room_for(tokens)?;
+        let dim = self.geometry.head_dim;
+        let (from, to) = (self.capacity * dim, capacity * dim);
+        if tokens > 0 {
+            let heads = self.data.chunks_exact(from);
+            for (target, source) in branch.data.chunks_exact_mut(to).zip(heads) {
+                target[..tokens * dim].copy_from_slice(&source[..tokens * dim]);
+            }
+        }
+        branch.held = Held::all(tokens);
+        Ok(branch)
+    }
+
+    fn check_cut(&self, tokens: usize) -> Result<(), ModelError> {
+        if self.is_spread() || tokens > self.len() {
+            return Err(ModelError::Internal(format!(
+                "a cache of {} tokens cannot be cut to {tokens} here",
+                self.len()
+            )));
+        }
+        Ok(())
+    }
+
     /// Tokens of the row so far; under a ring this buffer holds only some of them.
     pub fn len(&self) -> usize {
         self.held.tokens
@@ -494,6 +534,21 @@ mod tests {
         assert!(PrefixKv::from_bytes(geometry(), 4, &bytes).is_err());
         assert!(PrefixKv::from_bytes(geometry(), 5, &bytes[..bytes.len() - 1]).is_err());
         assert!(PrefixKv::from_bytes(geometry(), usize::MAX, &bytes).is_err());
+    }
+
+    #[test]
+    fn a_cut_cache_and_a_branch_hold_the_first_tokens() {
+        let mut cache = filled(9, 5);
+        let branch = cache.branch(3, 7).unwrap();
+        assert_eq!((branch.len(), branch.capacity()), (3, 7));
+        cache.truncate(3).unwrap();
+        assert_eq!(branch.into_prefix(), cache.clone().into_prefix());
+        assert!(cache.truncate(4).is_err());
+        assert!(cache.branch(3, 2).is_err());
+        let cut = cache.into_prefix();
+        let first = filled(5, 5).into_prefix();
+        // The second token of the first head follows the first one.
+        assert_eq!(cut.data()[4..12], first.data()[4..12]);
     }
 
     #[test]

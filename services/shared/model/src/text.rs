@@ -1,5 +1,7 @@
 //! Writing text: logits of the next token over a growing cache.
 
+mod deltas;
+mod sampling;
 mod transitions;
 
 use kernels::Tensor;
@@ -13,6 +15,8 @@ use crate::positions::ImageSpan;
 use crate::prefill::{PreparedRow, RowTokens};
 use crate::prefix::KvCache;
 
+pub use deltas::Deltas;
+pub use sampling::{Sampler, Sampling};
 pub use transitions::{Choice, Transitions, Writing};
 
 /// A text row between two tokens.
@@ -183,6 +187,11 @@ impl Model {
             end += tokens;
             last.push(hidden.narrow0(end.saturating_sub(1), 1)?);
         }
+        self.logits_of(&last)
+    }
+
+    /// Logits behind hidden states, each `[1, hidden]`.
+    pub(crate) fn logits_of(&self, last: &[Tensor]) -> Result<Vec<Vec<f32>>, ModelError> {
         let backbone = self.backbone()?;
         let normed = backbone.final_norm(&Tensor::concat0(&last.iter().collect::<Vec<_>>())?)?;
         let logits = backbone.logits(&normed)?;

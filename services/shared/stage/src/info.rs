@@ -38,6 +38,16 @@ pub fn model_to_proto(info: &ModelInfo) -> v1::ModelInfo {
         default_template: info.default_template.name().to_owned(),
         kv_geometry: Some(geometry_to_proto(&info.kv)),
         pixels_per_token: narrow(info.pixels_per_token),
+        default_mode: info.default_mode.clone(),
+        system_prompts: info
+            .system_prompts
+            .iter()
+            .map(|(name, fingerprint)| v1::SystemPrompt {
+                name: (*name).to_owned(),
+                fingerprint: fingerprint.clone(),
+            })
+            .collect(),
+        max_new_tokens: narrow(info.max_new_tokens),
     }
 }
 

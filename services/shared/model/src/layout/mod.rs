@@ -191,8 +191,27 @@ impl SequenceLayout {
         rules: &LayoutRules,
         input: &LayoutInput<'_>,
     ) -> Result<Self, ModelError> {
+        Self::continuing(tokenizer, special, rules, input, &[])
+    }
+
+    /// Like [`SequenceLayout::new`], with what the model wrote as the ids that it wrote, in place of the
+    /// input's `assistant_text`: decoding and encoding them again might give others.
+    ///
+    /// # Errors
+    /// Those of [`SequenceLayout::new`]; `Internal` when both ids and text are given.
+    pub fn continuing(
+        tokenizer: &Tokenizer,
+        special: &SpecialTokens,
+        rules: &LayoutRules,
+        input: &LayoutInput<'_>,
+        written: &[u32],
+    ) -> Result<Self, ModelError> {
         check_input(input)?;
+        if input.assistant_text.is_some() && !written.is_empty() {
+            return Err(ModelError::Internal("assistant text and its ids".into()));
+        }
         let mut sections = Sections {
+            written,
             tokenizer,
             special,
             size_token: special.size(rules.base_size)?,

@@ -55,6 +55,8 @@ pub(super) enum Section {
 
 /// Builds the section list of one request.
 pub(super) struct Sections<'a> {
+    /// Ids of what the assistant wrote earlier.
+    pub(super) written: &'a [u32],
     pub(super) tokenizer: &'a Tokenizer,
     pub(super) special: &'a SpecialTokens,
     pub(super) size_token: u32,
@@ -102,7 +104,8 @@ impl Sections<'_> {
             TextTask::Think => last.push(self.special.think),
             TextTask::Recaption => last.push(self.special.recaption),
             TextTask::Ratio => {
-                if input.assistant_text.is_some_and(|t| !t.is_empty()) {
+                let text = input.assistant_text.is_some_and(|t| !t.is_empty());
+                if text || !self.written.is_empty() {
                     self.push(std::mem::take(&mut last), false);
                     self.assistant(input)?;
                 }
@@ -147,7 +150,62 @@ impl Sections<'_> {
                 }
             }
         }
+        let think = (self.special.think, self.special.end_think);
+        let recaption = (self.special.recaption, self.special.end_recaption);
+        for (ids, droppable) in split_written(self.written, think, recaption, input.drop_think) {
+            self.push(ids.to_vec(), droppable);
+        }
         Ok(())
+    }
+}
+
+/// A tag that opens a block and the one that closes it.
+type Tags = (u32, u32);
+
+/// What a run of ids is to the blocks of its list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    Outside,
+    Tag,
+    Body,
+}
+
+/// Splits ids as [`split_assistant_text`] splits text: sections and whether they are droppable.
+fn split_written(
+    ids: &[u32],
+    think: Tags,
+    recaption: Tags,
+    drop_think: bool,
+) -> Vec<(&[u32], bool)> {
+    let mut parts = Vec::new();
+    for (run, place) in split_ids(ids, think, !drop_think) {
+        match place {
+            Place::Outside => parts.extend(split_ids(run, recaption, true)),
+            Place::Tag | Place::Body => parts.push((run, place)),
+        }
+    }
+    let droppable = |(run, place)| (run, place != Place::Tag);
+    parts.into_iter().map(droppable).collect()
+}
+
+/// Splits ids around their blocks; of blocks that are not kept, nothing stays.
+fn split_ids(mut ids: &[u32], (open, close): Tags, keep: bool) -> Vec<(&[u32], Place)> {
+    let mut parts = Vec::new();
+    loop {
+        let block = ids.iter().position(|id| *id == open).and_then(|from| {
+            let body = ids[from + 1..].iter().position(|id| *id == close)?;
+            Some((from, from + 1 + body))
+        });
+        let Some((from, to)) = block else {
+            parts.extend((!ids.is_empty()).then_some((ids, Place::Outside)));
+            return parts;
+        };
+        parts.extend((from > 0).then_some((&ids[..from], Place::Outside)));
+        if keep {
+            let tag = |at: usize| (&ids[at..=at], Place::Tag);
+            parts.extend([tag(from), (&ids[from + 1..to], Place::Body), tag(to)]);
+        }
+        ids = &ids[to + 1..];
     }
 }
 
@@ -233,6 +291,43 @@ mod tests {
                 Part::Tag("<recaption>"),
                 Part::Body("b"),
                 Part::Tag("</recaption>")
+            ]
+        );
+    }
+
+    #[test]
+    fn ids_split_where_their_text_would() {
+        // 1 and 2 enclose thoughts, 3 and 4 a recaption.
+        let split = |ids: &'static [u32], drop| split_written(ids, (1, 2), (3, 4), drop);
+        let both = &[1, 9, 9, 2, 3, 8, 4];
+        let tag = |id: &'static u32| (std::slice::from_ref(id), false);
+        assert_eq!(
+            split(both, false),
+            [
+                tag(&1),
+                (&[9, 9][..], true),
+                tag(&2),
+                tag(&3),
+                (&[8], true),
+                tag(&4)
+            ]
+        );
+        assert_eq!(split(both, true), [tag(&3), (&[8][..], true), tag(&4)]);
+        for open in [&[1, 9, 9][..], &[3, 8], &[7], &[2, 9, 1], &[1]] {
+            assert_eq!(split(open, false), [(open, true)]);
+        }
+        assert_eq!(split(&[], false), []);
+        assert_eq!(
+            split(&[7, 1, 3, 2, 6, 3, 4], false),
+            [
+                (&[7][..], true),
+                tag(&1),
+                (&[3], true),
+                tag(&2),
+                (&[6], true),
+                tag(&3),
+                (&[], true),
+                tag(&4),
             ]
         );
     }

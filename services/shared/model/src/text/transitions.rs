@@ -109,6 +109,33 @@ impl Transitions {
         })
     }
 
+    /// Free text up to the end of the text.
+    pub fn free(special: &SpecialTokens) -> Self {
+        Self {
+            rules: Vec::new(),
+            pending: VecDeque::new(),
+            size_token: None,
+            ratios: Vec::new(),
+            stops: vec![special.eos],
+            last: None,
+        }
+    }
+
+    /// Only the ratio behind the size token of `base_size`, with which the row ends.
+    ///
+    /// # Errors
+    /// `Tokenizer` when the size has no token.
+    pub fn ratio(special: &SpecialTokens, base_size: usize) -> Result<Self, ModelError> {
+        let size = special.size(base_size)?;
+        Ok(Self {
+            size_token: Some(size),
+            ratios: special.ratios.clone(),
+            stops: special.ratios.clone(),
+            last: Some(size),
+            ..Self::free(special)
+        })
+    }
+
     /// What may come next.
     pub fn choice(&self) -> Choice<'_> {
         if let Some(id) = self.pending.front() {
@@ -254,6 +281,15 @@ mod tests {
         );
         let wants = [(9, 0), (17, 0), (9, 0), (18, 0), (11, 0)];
         assert_eq!(run(at.unwrap(), &wants), [9, 10, 9, 18, 11]);
+    }
+
+    #[test]
+    fn a_ratio_alone_is_the_likeliest_of_the_ratios_and_free_text_ends_at_its_end() {
+        let ratio = Transitions::ratio(&special(), 256).unwrap();
+        assert_eq!(run(ratio, &[(17, 19), (17, 0)]), [19]);
+        assert!(Transitions::ratio(&special(), 512).is_err());
+        let free = Transitions::free(&special());
+        assert_eq!(run(free, &[(9, 0), (16, 0), (1, 0), (17, 0)]), [9, 16, 1]);
     }
 
     #[test]
