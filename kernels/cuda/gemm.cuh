@@ -107,7 +107,7 @@ __device__ __forceinline__ void copy_tiles(const CUtensorMap* a_map, const CUten
             uint64_t* full = &barriers.full[place.stage];
             char* a = stages + place.stage * S::STAGE_BYTES;
             char* b = a + 2 * A_HALF_BYTES;
-            barrier_wait_cluster(&barriers.empty[place.stage], place.parity ^ 1);
+            barrier_wait(&barriers.empty[place.stage], place.parity ^ 1);
             barrier_expect_bytes(full, bytes);
             if (PAIR && tile.shared_rows) {
                 if (rank == 0 || !one_half)

@@ -32,12 +32,13 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
 }
 
-// Arrives at the barrier at the same place in block `rank` of the cluster.
+// Arrives at the barrier at the same place in block `rank` of the cluster. Orders nothing that was written before:
+// a release at the scope of the cluster would wait for all of this thread's memory accesses.
 __device__ __forceinline__ void barrier_arrive_remote(uint64_t* barrier, uint32_t rank) {
     asm volatile(
         "{\n.reg .b32 remote;\n"
         "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(smem_address(barrier)),
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(smem_address(barrier)),
         "r"(rank)
         : "memory");
 }
@@ -152,6 +153,20 @@ __device__ __forceinline__ void store_2d(const CUtensorMap* map, const void* fro
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(
                      reinterpret_cast<uint64_t>(map)),
                  "r"(smem_address(from)), "r"(c0), "r"(c1)
+                 : "memory");
+}
+
+// Plain runs of memory, in multiples of 16 bytes.
+__device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     smem_address(to)),
+                 "l"(from), "r"(bytes), "r"(smem_address(barrier))
+                 : "memory");
+}
+
+__device__ __forceinline__ void bulk_store(void* to, const void* from, uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(smem_address(from)),
+                 "r"(bytes)
                  : "memory");
 }
 
