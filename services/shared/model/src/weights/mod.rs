@@ -8,6 +8,8 @@ mod expected;
 mod header;
 mod identity;
 mod mismatch;
+mod parts;
+mod stream;
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -22,6 +24,8 @@ pub use self::expected::{SINUSOID_WIDTH, TensorSpec, expected_tensors, is_tolera
 pub use self::header::StoredType;
 use self::header::read_header;
 pub use self::mismatch::{Mismatch, ShapeMismatch};
+pub use self::parts::{Chunk, Part};
+pub use self::stream::{ChunkSink, Streamed};
 use crate::config::read_bounded;
 use crate::error::ModelError;
 
