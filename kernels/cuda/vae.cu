@@ -19,16 +19,23 @@ __device__ __forceinline__ float2 merge(float2 a, float2 b) {
     return make_float2(top, a.y * exp2f(a.x - top) + b.y * exp2f(b.x - top));
 }
 
-// y[row] = softmax(scale * x[row]); one block per row, x fp32 [rows][columns], columns a multiple of 4.
+// The first `left` of four values; the others count for nothing.
+__device__ __forceinline__ float4 masked(float4 v, int left) {
+    return make_float4(left > 0 ? v.x : -INFINITY, left > 1 ? v.y : -INFINITY, left > 2 ? v.z : -INFINITY,
+                       left > 3 ? v.w : -INFINITY);
+}
+
+// y[row] = softmax(scale * x[row][0..valid]), zero behind; one block per row, x fp32 [rows][columns], columns a
+// multiple of 4, scale > 0.
 template <typename T>
-__device__ __forceinline__ void softmax_rows(const float* x, T* y, int columns, float scale) {
+__device__ __forceinline__ void softmax_rows(const float* x, T* y, int columns, int valid, float scale) {
     __shared__ float2 shared[kWarps];
     const float4* from = reinterpret_cast<const float4*>(x + (long long)blockIdx.x * columns);
     uint2* to = reinterpret_cast<uint2*>(y + (long long)blockIdx.x * columns);
     const float factor = scale * 1.4426950408889634f;  // log2 e
     float2 state = make_float2(-INFINITY, 0);
-    for (int i = threadIdx.x; i < columns / 4; i += kThreads) {
-        const float4 v = from[i];
+    for (int i = threadIdx.x; 4 * i < valid; i += kThreads) {
+        const float4 v = masked(from[i], valid - 4 * i);
         const float top = fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)) * factor;
         const float sum = exp2f(fmaf(v.x, factor, -top)) + exp2f(fmaf(v.y, factor, -top)) +
                           exp2f(fmaf(v.z, factor, -top)) + exp2f(fmaf(v.w, factor, -top));
@@ -46,7 +53,7 @@ __device__ __forceinline__ void softmax_rows(const float* x, T* y, int columns, 
     for (int w = 1; w < kWarps; ++w) state = merge(state, shared[w]);
     const float inverse = 1.0f / state.y;
     for (int i = threadIdx.x; i < columns / 4; i += kThreads) {
-        const float4 v = from[i];
+        const float4 v = masked(from[i], valid - 4 * i);
         const float a = exp2f(fmaf(v.x, factor, -state.x)) * inverse, b = exp2f(fmaf(v.y, factor, -state.x)) * inverse;
         const float c = exp2f(fmaf(v.z, factor, -state.x)) * inverse, d = exp2f(fmaf(v.w, factor, -state.x)) * inverse;
         to[i] = make_uint2(conv::pack(T(), a, b), conv::pack(T(), c, d));
@@ -91,8 +98,8 @@ __device__ __forceinline__ void pack_weight(const S* w, T* y, int out, int in, i
 
 #define VAE_KERNELS(SUFFIX, T)                                                                                     \
     extern "C" __global__ void __launch_bounds__(vae::kThreads)                                                    \
-        softmax_rows_##SUFFIX(const float* x, T* y, int columns, float scale) {                                    \
-        vae::softmax_rows<T>(x, y, columns, scale);                                                                \
+        softmax_rows_##SUFFIX(const float* x, T* y, int columns, int valid, float scale) {                                    \
+        vae::softmax_rows<T>(x, y, columns, valid, scale);                                                                \
     }                                                                                                              \
     extern "C" __global__ void __launch_bounds__(vae::kThreads)                                                    \
         to_channels_last_##SUFFIX(const float* x, T* y, int channels, int wide, long long pixels, int frames,      \

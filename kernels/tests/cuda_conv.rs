@@ -323,7 +323,7 @@ fn group_norm_equals_the_cpu_definition_by_either_sums() {
             want.as_f32().unwrap(),
         );
         if c % 128 == 0 {
-            let needed = conv_sum_elements(&x, &identity, Moves::None);
+            let needed = conv_sum_elements(x.size(), &identity);
             let scratch = poisoned(&gpu, &[needed], GpuType::F32);
             let copy = poisoned(&gpu, &size, GpuType::Bf16);
             let options = ConvOptions {
@@ -384,13 +384,14 @@ fn an_image_is_bitwise_the_same_alone_and_among_the_rows_of_a_batch() {
 #[ignore = "needs a Hopper GPU"]
 fn wide_rows_and_layouts_equal_their_definitions() {
     let gpu = gpu();
-    let (x, host) = upload(&gpu, &random(31, &[5, 4100]), GpuType::F32);
-    let out = poisoned(&gpu, &[5, 4100], GpuType::Bf16);
-    wide_softmax(&out, &x, 7.0).unwrap();
+    let (x, host) = upload(&gpu, &random(31, &[5, 4104]), GpuType::F32);
+    let out = poisoned(&gpu, &[5, 4104], GpuType::Bf16);
+    wide_softmax(&out, &x, 7.0, 4101).unwrap();
     let want: Vec<f32> = host
         .to_f32_vec()
-        .chunks(4100)
+        .chunks(4104)
         .flat_map(|row| {
+            let row = &row[..4101];
             let top = row.iter().copied().fold(f32::MIN, f32::max);
             let weights: Vec<f64> = row
                 .iter()
@@ -400,6 +401,7 @@ fn wide_rows_and_layouts_equal_their_definitions() {
             weights
                 .into_iter()
                 .map(move |w| (w / sum) as f32)
+                .chain([0.0; 3])
                 .collect::<Vec<_>>()
         })
         .collect();

@@ -6,7 +6,7 @@
 
 use cudarc::driver::{DeviceRepr, LaunchConfig, PushKernelArg};
 
-use super::conv_layout::{ChannelSums, GpuConvWeight, Pictures, same_gpu};
+use super::conv_layout::{CHANNEL_STEP, ChannelSums, GpuConvWeight, Pictures, same_gpu};
 use super::error::{Result, argument, shape};
 use super::launch::int;
 use super::map::{Swizzled, TensorMap};
@@ -134,13 +134,16 @@ struct Call<'a> {
     options: ConvOptions<'a>,
 }
 
-/// F32 elements of the sums of `conv(_, x, w, options)`, for any `options.sums`.
+/// F32 elements of the sums of `conv(_, x, w, _)` for pictures `x` of this size.
 #[must_use]
-pub fn conv_sum_elements(x: &Pictures, w: &GpuConvWeight, moves: Moves) -> usize {
-    let x = seen(x, w);
-    let (tiles_y, tiles_x) = tiles(&x, w);
-    let tiles = x.frames * tiles_y * tiles_x * PARTS;
-    x.images * tiles * w.c_out().div_ceil(SUM_CHANNELS) * 2 * moves.cell_frames().max(1)
+pub fn conv_sum_elements(x: [usize; 5], w: &GpuConvWeight) -> usize {
+    let [images, frames, height, width, _] = x;
+    let tiles = if w.side == 1 {
+        (frames * height * width).div_ceil(TILE_PIXELS)
+    } else {
+        frames * height.div_ceil(TILE_SIDE) * width.div_ceil(TILE_SIDE)
+    };
+    images * tiles * PARTS * w.c_out().div_ceil(SUM_CHANNELS) * 2
 }
 
 /// `out = moves(conv(x, w) + bias + shortcut)`, rounded once after the product and once after the shortcut.
@@ -232,6 +235,14 @@ impl Call<'_> {
             }
         } else {
             self.out.expect_half(OP, "out")?;
+            if !w.c_out().is_multiple_of(CHANNEL_STEP) {
+                return Err(shape(
+                    OP,
+                    "w",
+                    "output channels in multiples of 8",
+                    w.packed.shape(),
+                ));
+            }
         }
         if let Some(shortcut) = &options.shortcut {
             self.check_shortcut(x, shortcut)?;

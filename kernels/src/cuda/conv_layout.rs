@@ -292,6 +292,12 @@ impl GpuConvWeight {
         self.packed.dim(1)
     }
 
+    /// Its elements, `[taps, out, in]`; a 1x1 window is the matrix `[1, out, in]`.
+    #[must_use]
+    pub fn packed(&self) -> &GpuTensor {
+        &self.packed
+    }
+
     /// Device memory of the weight, in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {

@@ -10,11 +10,12 @@ use super::tensor::{GpuTensor, GpuType};
 const FILE: &str = "vae";
 const THREADS: u32 = 256;
 
-/// `out = softmax(scale * x)` of every row: `x [rows, columns]` F32, columns a multiple of 4; `out` bf16 or f16.
+/// `out = softmax(scale * x)` of the first `valid` columns of every row and zero in the others: `x [rows, columns]`
+/// F32, columns a multiple of 4; `out` bf16 or f16; `scale` positive.
 ///
 /// # Errors
 /// `Argument` naming the operand that does not fit, or what the driver says.
-pub fn wide_softmax(out: &GpuTensor, x: &GpuTensor, scale: f32) -> Result<()> {
+pub fn wide_softmax(out: &GpuTensor, x: &GpuTensor, scale: f32, valid: usize) -> Result<()> {
     const OP: &str = "wide_softmax";
     x.expect(OP, "x", &[ANY, ANY], GpuType::F32)?;
     let name = match suffix(OP, "out", out.dtype())? {
@@ -31,17 +32,30 @@ pub fn wide_softmax(out: &GpuTensor, x: &GpuTensor, scale: f32) -> Result<()> {
             x.shape(),
         ));
     }
+    if valid == 0 || valid > x.dim(1) || scale.is_nan() || scale <= 0.0 {
+        return Err(argument(
+            OP,
+            "valid",
+            "and scale must be positive, with as many columns",
+        ));
+    }
     same_gpu(OP, &[out, x])?;
     if x.numel() == 0 {
         return Ok(());
     }
+    let valid = int(OP, "valid", valid)?;
     let columns = int(OP, "columns", x.dim(1))?;
     let rows = int(OP, "rows", x.dim(0))?;
     let (from, to) = (x.address(), out.address());
     let gpu = x.gpu();
     let kernel = gpu.kernel(FILE, name, 0)?;
     let mut launch = gpu.stream().launch_builder(&kernel);
-    launch.arg(&from).arg(&to).arg(&columns).arg(&scale);
+    launch
+        .arg(&from)
+        .arg(&to)
+        .arg(&columns)
+        .arg(&valid)
+        .arg(&scale);
     let config = LaunchConfig {
         grid_dim: (rows.unsigned_abs(), 1, 1),
         block_dim: (THREADS, 1, 1),

@@ -19,6 +19,7 @@ mod store;
 mod text;
 mod time;
 mod timings;
+mod vae;
 mod weights;
 mod workspace;
 
@@ -42,6 +43,7 @@ use self::step::Batch;
 use self::store::LayerStore;
 use self::text::TextEnds;
 pub use self::timings::Timings;
+pub use self::vae::{GpuVae, GpuVaeParts};
 use self::weights::{LayerSmall, Loader};
 use self::workspace::Workspace;
 use crate::config::ModelConfig;

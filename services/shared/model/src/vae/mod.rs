@@ -206,7 +206,7 @@ impl Vae {
 
 impl Posterior {
     /// Splits `[1, 1, h, w, 2 latent]` into mean (first half) and log variance.
-    fn from_moments(moments: &Tensor, latent: usize) -> Result<Self, ModelError> {
+    pub(crate) fn from_moments(moments: &Tensor, latent: usize) -> Result<Self, ModelError> {
         let (height, width) = (moments.dim(2), moments.dim(3));
         let values = moments.as_f32()?;
         let half = |offset: usize, clamp: bool| {
