@@ -116,7 +116,7 @@ async fn over_shared_memory_requests_that_share_a_batch_get_the_models_own_image
     );
     for (answer, request) in [(a, &first), (b, &second), (c, &third)] {
         let answer = answer.unwrap();
-        assert_carried_by(&answer, "posix");
+        assert_carried_by(&answer, "shm");
         assert_same(&answer, request);
     }
 }

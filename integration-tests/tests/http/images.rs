@@ -60,7 +60,7 @@ async fn four_images_share_one_prefill_and_are_those_that_grpc_makes_of_their_se
         .collect();
     assert_eq!(seeds, [21, 22, 23, 24]);
     assert!(
-        omni["transport"].as_str().unwrap().contains("posix"),
+        omni["transport"].as_str().unwrap().contains("shm"),
         "{omni}"
     );
     assert!(omni["transfer_bytes"].as_u64().unwrap() > 0);

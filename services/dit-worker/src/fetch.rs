@@ -1,4 +1,6 @@
 //! Brings the prefixes of a request here and checks that they are what they claim to be.
+use std::sync::Arc;
+
 use base::MemberId;
 use kv::KvGeometry;
 use kv_transfer::{Fetched, KvClient, Lease};
@@ -8,7 +10,7 @@ use stage::StageError;
 
 use crate::order::Order;
 
-/// Prefixes that have arrived and verified.
+/// Prefixes within reach; [`FetchedRows::into_prefixes`] checks them.
 #[derive(Debug)]
 pub(crate) struct FetchedRows {
     cond: Fetched,
@@ -58,18 +60,32 @@ impl FetchedRows {
         names.join("+")
     }
 
-    /// The prefixes as the model takes them, cond first.
-    pub(crate) fn into_prefixes(
-        self,
-        geometry: KvGeometry,
-    ) -> Result<(PrefixKv, Option<PrefixKv>, Leases), StageError> {
+    /// The prefixes as the model takes them, cond first, copied once into memory of the model and checked
+    /// there.
+    pub(crate) fn into_prefixes(self, geometry: KvGeometry) -> Result<Prefixes, StageError> {
         let mut leases = Vec::new();
         let mut prefix = |row: Fetched| {
+            let bytes = usize::try_from(row.bytes).unwrap_or(usize::MAX);
+            let mut values = vec![0f32; bytes / size_of::<f32>()];
+            row.copy_to(bytemuck::cast_slice_mut(&mut values))
+                .map_err(|error| StageError::of(&error))?;
             leases.push(row.lease);
-            PrefixKv::from_bytes(geometry, row.tokens, &row.payload)
+            Ok::<_, StageError>(Arc::new(PrefixKv::new(geometry, row.tokens, values)?))
         };
         let cond = prefix(self.cond)?;
         let uncond = self.uncond.map(prefix).transpose()?;
-        Ok((cond, uncond, leases))
+        Ok(Prefixes {
+            cond,
+            uncond,
+            leases,
+        })
     }
+}
+
+/// Prefixes that are here and were found right.
+#[derive(Debug)]
+pub(crate) struct Prefixes {
+    pub(crate) cond: Arc<PrefixKv>,
+    pub(crate) uncond: Option<Arc<PrefixKv>>,
+    pub(crate) leases: Leases,
 }

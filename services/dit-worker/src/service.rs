@@ -27,7 +27,7 @@ use crate::{
     DitWorkerConfig,
     batch::Finished,
     denoiser::{ModelDenoiser, RankJob, warm_up, weight},
-    fetch::{self, Leases},
+    fetch::{self, Leases, Prefixes},
     order::Order,
     picture,
     steps::{StepLoop, Ticket},
@@ -152,32 +152,33 @@ impl DitWorker {
         events: &Events,
     ) -> Result<(RankJob, Leases), StageError> {
         let start = clock::now();
-        let fetched = fetch::both(
-            &self.client,
-            order,
-            &loaded.ranks.info().kv,
-            &self.member_id,
-        )
-        .await?;
+        let geometry = loaded.ranks.info().kv;
+        let fetched = fetch::both(&self.client, order, &geometry, &self.member_id).await?;
+        let (bytes, transport) = (fetched.bytes(), fetched.transport());
+        let checked = self.prepare.run(move || fetched.into_prefixes(geometry));
+        let Prefixes {
+            cond,
+            uncond,
+            leases,
+        } = checked.await??;
         let started = DenoiseStarted {
             transfer_ms: clock::millis_since(start),
-            transfer_bytes: fetched.bytes(),
-            transport: fetched.transport(),
+            transfer_bytes: bytes,
+            transport,
         };
         send(events, Event::Started(started)).await?;
         let ranks = Arc::clone(&loaded.ranks);
         let order = order.clone();
         self.prepare
             .run(move || {
-                let (cond, uncond, leases) = fetched.into_prefixes(ranks.info().kv)?;
                 let spec = JobSpec {
                     height: order.height,
                     width: order.width,
                     steps: order.steps,
                     guidance: order.guidance,
                     seed: order.seed,
-                    cond: Some(Arc::new(cond)),
-                    uncond: uncond.map(Arc::new),
+                    cond: Some(cond),
+                    uncond,
                 };
                 Ok::<_, StageError>((RankJob::new(&ranks, &spec)?, leases))
             })

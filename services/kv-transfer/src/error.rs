@@ -80,6 +80,18 @@ pub enum TransferError {
         /// The state it is in.
         state: &'static str,
     },
+    /// Whoever wrote the slot went away before it was complete.
+    #[error("slot {slot} was given up by its producer")]
+    ProducerLost {
+        /// Number of the slot.
+        slot: u64,
+    },
+    /// No way that this process may take leads to the pool.
+    #[error("the pool cannot be reached: {why}")]
+    NoPath {
+        /// What is in the way.
+        why: String,
+    },
     /// The deadline passed first.
     #[error("deadline exceeded while {what}")]
     Deadline {
@@ -151,7 +163,9 @@ impl Fault for TransferError {
             Self::UnknownSlot { .. } | Self::UnknownLease { .. } => Code::NotFound,
             Self::StaleGeneration { .. } => Code::Aborted,
             Self::Deadline { .. } => Code::DeadlineExceeded,
-            Self::PeerLost(_) | Self::Stopped => Code::Unavailable,
+            Self::PeerLost(_) | Self::ProducerLost { .. } | Self::NoPath { .. } | Self::Stopped => {
+                Code::Unavailable
+            }
             Self::Ucx(_) | Self::Io { .. } => Code::Internal,
             Self::Remote(failure) => failure.code,
         }

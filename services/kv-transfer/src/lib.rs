@@ -1,15 +1,21 @@
 //! Ships prefix KV between processes: a node service with a leased pool, a client that writes and
-//! reads the pool one-sided over UCX, and the engine both use. It knows no model.
+//! reads the pool through its own mapping of it or one-sided over UCX, and the engine of the latter. It
+//! knows no model.
 #![forbid(unsafe_code)]
 
 mod client;
 pub mod engine;
 mod error;
 pub mod limits;
+mod local;
 pub mod service;
 pub mod wire;
 
-pub use client::{ClientConfig, Fetched, KvClient, Lease, PublishRequest, Published};
+pub use client::{
+    CacheTerms, ClientConfig, Description, FetchRequest, Fetched, KvClient, Lease, MAPPED, Place,
+    Publication, PublishRequest, Published, Reach,
+};
 pub use error::TransferError;
-pub use fabric::{PoolMemory, UcxError};
+pub use fabric::{Access, PoolMemory, UcxError};
+pub use local::Mapped;
 pub use service::{Host, Service, ServiceConfig};

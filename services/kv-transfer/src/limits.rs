@@ -79,6 +79,31 @@ pub const MAX_CHANNELS: usize = 64;
 /// Releases that may wait to be sent; past it a lease ends by its time to live.
 pub const MAX_PENDING_RELEASES: usize = 1024;
 
+/// Processes that may ask for the pool at once.
+pub const MAX_DOOR_PEERS: usize = 64;
+/// How long either side of the pool's socket waits for the other.
+pub const DOOR_PATIENCE: Duration = Duration::from_secs(2);
+/// Pools that one process keeps mapped.
+pub const MAX_MAPPED_POOLS: usize = 16;
+/// Reservations that may wait in line for room.
+pub const MAX_WAITING: usize = 1024;
+/// Longest wait in line.
+pub const MAX_WAIT: Duration = Duration::from_secs(600);
+/// Bytes that a receiver reads, checks and, after a failure, reads again as one.
+pub const STORE_BYTES: usize = 16 << 20;
+/// Stores that one fetch reads at once: one travels while the other is checked.
+pub const STORES_IN_FLIGHT: usize = 2;
+/// Times that one store is begun again after its connection broke.
+pub const MAX_RESUMES: usize = 8;
+/// Pause before a store is begun again.
+pub const RESUME_PAUSE: Duration = Duration::from_millis(100);
+/// Prefixes of other nodes that a service brings to its own at once.
+pub const MAX_RELAYED: usize = 1024;
+/// How long a prefix of another node stays on this one when nobody here reads it.
+pub const RELAY_TTL: Duration = Duration::from_secs(15);
+/// Longest name of a cache scope, in bytes.
+pub const MAX_SCOPE_BYTES: usize = 64;
+
 const _: () = assert!(
     MIN_QUARANTINE.as_millis() > DRAIN_GRACE.as_millis(),
     "memory must rest until late operations are cut"

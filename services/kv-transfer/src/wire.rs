@@ -50,6 +50,7 @@ pub fn geometry_to_proto(geometry: &KvGeometry) -> v1::KvGeometry {
     }
 }
 
+/// Reads a manifest, of whose checksums some may be still to come.
 pub(crate) fn manifest_from_proto(
     wire: Option<v1::PrefixManifest>,
 ) -> Result<Manifest, TransferError> {
@@ -62,6 +63,17 @@ pub(crate) fn manifest_from_proto(
         chunk_bytes: wire.chunk_bytes as usize,
         crcs: wire.chunk_crc32c,
     };
+    manifest
+        .validate_announced()
+        .map_err(TransferError::Manifest)?;
+    Ok(manifest)
+}
+
+/// Reads a manifest with all of its checksums.
+pub(crate) fn sealed_from_proto(
+    wire: Option<v1::PrefixManifest>,
+) -> Result<Manifest, TransferError> {
+    let manifest = manifest_from_proto(wire)?;
     manifest.validate().map_err(TransferError::Manifest)?;
     Ok(manifest)
 }
@@ -144,6 +156,28 @@ pub(crate) fn check_receiver(text: &str) -> Result<(), TransferError> {
     }
 }
 
+/// Reads for how long a producer waits in line.
+pub(crate) fn wait_from_proto(wait_ms: u32) -> Result<Duration, TransferError> {
+    let wait = Duration::from_millis(u64::from(wait_ms));
+    if wait <= limits::MAX_WAIT {
+        return Ok(wait);
+    }
+    let max = limits::MAX_WAIT.as_millis();
+    let message = format!("must lie in [0, {max}], got {wait_ms}");
+    Err(TransferError::invalid("wait_ms", message))
+}
+
+/// Checks who may find a cached prefix.
+pub(crate) fn check_scope(text: &str) -> Result<(), TransferError> {
+    let good = |c: char| c.is_ascii_alphanumeric() || "-_.:".contains(c);
+    if text.len() <= limits::MAX_SCOPE_BYTES && text.chars().all(good) {
+        return Ok(());
+    }
+    let max = limits::MAX_SCOPE_BYTES;
+    let message = format!("must hold at most {max} letters, digits, '-', '_', '.' or ':'");
+    Err(TransferError::invalid("scope", message))
+}
+
 /// Milliseconds on the wire. Every time to live is checked against a bound far below `u32::MAX`.
 pub(crate) fn millis(duration: Duration) -> u32 {
     u32::try_from(duration.as_millis()).unwrap_or(u32::MAX)
@@ -193,7 +227,7 @@ mod tests {
         for (field, damage) in cases {
             let mut wire = manifest_to_proto(manifest());
             damage(&mut wire);
-            let error = manifest_from_proto(Some(wire)).unwrap_err();
+            let error = sealed_from_proto(Some(wire)).unwrap_err();
             assert_eq!(error.field(), Some(field), "{error}");
             assert_eq!(error.code(), base::Code::InvalidArgument);
         }

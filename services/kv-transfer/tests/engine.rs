@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use base::{Code, Deadline, Fault as _};
-use kv_transfer::engine::{Engine, EngineConfig, Transport};
+use kv_transfer::engine::{Engine, EngineConfig, Part, Transport};
 use kv_transfer::{PoolMemory, TransferError};
 
 const TRANSPORTS: [Transport; 2] = [Transport::Shm, Transport::Tcp];
@@ -81,9 +81,14 @@ async fn a_get_of_parts_leaves_the_rest_of_the_buffer_alone() {
         peer.put(&remote, Arc::new(vec![7; 100]), soon())
             .await
             .unwrap();
-        let parts = vec![3..5, 90..100];
+        let parts = [3..5, 90..100];
         let (got, _) = peer
-            .get_parts(&remote, vec![1; 100], parts.clone(), soon())
+            .get_parts(
+                &remote,
+                vec![1; 100],
+                parts.iter().cloned().map(Part::aligned).collect(),
+                soon(),
+            )
             .await
             .unwrap();
         for (i, &byte) in got.iter().enumerate() {
@@ -151,7 +156,12 @@ async fn bad_arguments_are_refused_before_ucx_sees_them() {
     bad.address = u64::MAX;
     assert_eq!(field(put(bad, 10).await).as_deref(), Some("region"));
     let out = peer
-        .get_parts(&remote, vec![0; 10], vec![0..5, 5..11], soon())
+        .get_parts(
+            &remote,
+            vec![0; 10],
+            vec![Part::aligned(0..5), Part::aligned(5..11)],
+            soon(),
+        )
         .await
         .unwrap_err();
     assert_eq!(field(out).as_deref(), Some("ranges"));

@@ -47,6 +47,19 @@ where
     F: Future<Output = Result<Response<T>, Status>>,
 {
     let deadline = deadline.min_after(&SystemClock, CONTROL_DEADLINE);
+    call_until(what, deadline, message, send).await
+}
+
+/// Makes one call that may take until `deadline`, because the service waits or moves a payload meanwhile.
+pub(super) async fn call_until<M, T, F>(
+    what: &'static str,
+    deadline: Deadline,
+    message: M,
+    send: impl FnOnce(Request<M>) -> F,
+) -> Result<T, TransferError>
+where
+    F: Future<Output = Result<Response<T>, Status>>,
+{
     let mut request = Request::new(message);
     request.set_timeout(deadline.remaining(&SystemClock));
     let answer = deadline.bound(what, send(request)).await;

@@ -14,6 +14,13 @@ pub struct ClientConfig {
     pub ttl: Duration,
     /// Largest payload that a fetch makes room for, in bytes.
     pub max_payload_bytes: u64,
+    /// How long a publication waits in line when the pool is full; not beyond `deadline`.
+    pub wait: Duration,
+    /// Bytes that one checksum covers where the shape of a prefix suggests none.
+    pub chunk_bytes: usize,
+    /// The service of this process's own node. Prefixes of other nodes are fetched through it, so that all
+    /// receivers of a node read the producer once.
+    pub node: Option<String>,
 }
 
 impl ClientConfig {
@@ -31,6 +38,9 @@ impl ClientConfig {
             deadline: limits::DEFAULT_TRANSFER_DEADLINE,
             ttl: limits::DEFAULT_TTL,
             max_payload_bytes: limits::DEFAULT_MAX_PAYLOAD_BYTES,
+            wait: Duration::ZERO,
+            chunk_bytes: limits::DEFAULT_CHUNK_BYTES,
+            node: None,
         }
     }
 
@@ -40,6 +50,10 @@ impl ClientConfig {
             let max = limits::MAX_TRANSFER_DEADLINE;
             let message = format!("must lie in (0, {max:?}], got {:?}", self.deadline);
             return Err(TransferError::invalid("deadline", message));
+        }
+        if self.wait > self.deadline {
+            let message = format!("must not be beyond the deadline, got {:?}", self.wait);
+            return Err(TransferError::invalid("wait", message));
         }
         self.engine.settings().map(drop)
     }

@@ -1,39 +1,172 @@
-use base::Deadline;
-use kv::{KvError, KvGeometry, Manifest};
-use proto::v1::{self, PrefixHandle};
+use std::sync::Arc;
 
-use super::channels::call;
+use base::Deadline;
+use fabric::Access;
+use futures_util::StreamExt as _;
+use futures_util::stream::FuturesOrdered;
+use kv::{KvError, KvGeometry, KvShard, Manifest, ReadPlan};
+use proto::v1::{self, PrefixHandle};
+use tonic::Streaming;
+
+use super::channels::call_until;
 use super::lease::{Lease, Terms};
+use super::reach::{MAPPED, Place};
+use super::read::{Reader, Store};
 use super::{Inner, KvClient};
-use crate::engine::Remote;
+use crate::local::Mapped;
 use crate::{TransferError, limits, wire};
 
-/// A prefix in this process, checked.
+/// What to fetch, and for whom.
+#[derive(Debug, Clone, Copy)]
+pub struct FetchRequest<'a> {
+    /// The prefix.
+    pub handle: &'a PrefixHandle,
+    /// Shape that the receiver needs; any when absent.
+    pub expected: Option<&'a KvGeometry>,
+    /// Part that the receiver needs, for example the heads of its rank; all of it when absent.
+    pub part: Option<&'a KvShard>,
+    /// Request that the receiver works on.
+    pub request_id: &'a str,
+    /// Member id of the receiver.
+    pub receiver: &'a str,
+}
+
+/// A prefix, or a part of one, within reach of this process.
+///
+/// Over the wire it has been read and checked. Of a pool that this process maps nothing has been copied: the
+/// bytes are checked when [`Self::copy_to`] takes them out, and `lease` must live until then.
 #[derive(Debug)]
 pub struct Fetched {
-    /// Bytes in the layout of [`KvGeometry`].
-    pub payload: Vec<u8>,
-    /// Tokens in the payload.
+    /// Tokens of the prefix.
     pub tokens: usize,
-    /// Bytes that were asked for, repairs not counted.
+    /// Bytes of the part, in the layout of [`KvGeometry`] with only the part's layers, heads and tokens.
     pub bytes: u64,
-    /// UCX transports that the payload took.
+    /// Bytes that travelled or will be looked at, repairs not counted.
+    pub read_bytes: u64,
+    /// How: [`MAPPED`], or UCX transports.
     pub transport: String,
     /// Chunks that had to be read again.
     pub repaired_chunks: usize,
-    /// The receiver's lease; the payload here does not depend on it.
+    /// The receiver's lease.
     pub lease: Lease,
+    plan: ReadPlan,
+    manifest: Arc<Manifest>,
+    source: Source,
+}
+
+#[derive(Debug)]
+enum Source {
+    /// Read and checked.
+    Here(Vec<Store>),
+    /// In the pool.
+    Pool(Mapped),
+}
+
+impl Fetched {
+    /// What the producer sealed.
+    #[must_use]
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// The part, checked, in memory of its own.
+    ///
+    /// # Errors
+    /// As [`Self::copy_to`].
+    pub fn to_vec(&self) -> Result<Vec<u8>, TransferError> {
+        let mut out = room(self.plan.part_bytes())?;
+        self.copy_to(&mut out)?;
+        Ok(out)
+    }
+
+    /// Copies the part to `out`, which has exactly its size. When this returns, every byte there is covered by
+    /// a checksum that was found right.
+    ///
+    /// # Errors
+    /// [`TransferError::Invalid`] for an `out` of another size, [`TransferError::DataLoss`] when a chunk of
+    /// the pool stays damaged after [`limits::MAX_CHUNK_READS`] reads; `out` is not to be used then.
+    pub fn copy_to(&self, out: &mut [u8]) -> Result<(), TransferError> {
+        if out.len() != self.plan.part_bytes() {
+            let message = format!(
+                "must hold {} bytes, has {}",
+                self.plan.part_bytes(),
+                out.len()
+            );
+            return Err(TransferError::invalid("out", message));
+        }
+        self.visit(|at, bytes| {
+            out[at..at + bytes.len()].copy_from_slice(bytes);
+            Ok(())
+        })
+    }
+
+    /// Shows the part run by run, checked: `visit(place in the part, bytes)`.
+    pub(crate) fn visit(
+        &self,
+        mut visit: impl FnMut(usize, &[u8]) -> Result<(), TransferError>,
+    ) -> Result<(), TransferError> {
+        let plan = &self.plan;
+        match &self.source {
+            Source::Here(stores) => plan.scatter(|entry, inside, to| {
+                let after = stores.partition_point(|store| store.first <= entry);
+                let store = &stores[after - 1];
+                let at = plan.stored(store.first, entry).start;
+                visit(to, &store.bytes[at + inside.start..at + inside.end])
+            }),
+            Source::Pool(slot) => {
+                let mut held = None;
+                let mut chunk = vec![];
+                plan.scatter(|entry, inside, to| {
+                    if held != Some(entry) {
+                        take_chunk(&self.manifest, slot, plan.chunks()[entry], &mut chunk)?;
+                        held = Some(entry);
+                    }
+                    visit(to, &chunk[inside])
+                })
+            }
+        }
+    }
+}
+
+/// Copies one chunk out of the pool and checks the copy: what others write meanwhile cannot slip in between.
+fn take_chunk(
+    manifest: &Manifest,
+    slot: &Mapped,
+    index: usize,
+    chunk: &mut Vec<u8>,
+) -> Result<(), TransferError> {
+    let range = kv::chunk_range(index, slot.bytes(), manifest.chunk_bytes);
+    chunk.resize(range.len(), 0);
+    let mut first = None;
+    for _ in 0..limits::MAX_CHUNK_READS {
+        if !slot.read(range.start, chunk) {
+            return Err(TransferError::invalid("bytes", "reach past the slot"));
+        }
+        match manifest.verify_chunk(index, chunk) {
+            Ok(()) => return Ok(()),
+            Err(error) => first = Some(error),
+        }
+    }
+    let reads = limits::MAX_CHUNK_READS;
+    Err(
+        first.map_or(TransferError::Stopped, |first| TransferError::DataLoss {
+            chunks: 1,
+            reads,
+            first,
+        }),
+    )
 }
 
 impl KvClient {
-    /// Reads the prefix behind `handle` and checks that it is what `handle` and `expected` say, and
-    /// that every chunk has its checksum. `receiver` is this process's member id.
+    /// Fetches the whole prefix behind `handle` and checks that it is what `handle` and `expected` say.
+    /// `receiver` is this process's member id. A prefix that is still being written is followed to its end.
     ///
     /// # Errors
     /// [`TransferError::Mismatch`] for another prefix or shape, [`TransferError::DataLoss`] when a
     /// chunk stays damaged after [`limits::MAX_CHUNK_READS`] reads, [`TransferError::Remote`] with
-    /// the service's refusal (`ABORTED` for an old generation, `NOT_FOUND` for a freed slot),
-    /// [`TransferError::PeerLost`], [`TransferError::Deadline`].
+    /// the service's refusal (`ABORTED` for an old generation, `NOT_FOUND` for a freed slot, `UNAVAILABLE`
+    /// when its producer gave it up), [`TransferError::NoPath`], [`TransferError::PeerLost`],
+    /// [`TransferError::Deadline`].
     pub async fn fetch(
         &self,
         handle: &PrefixHandle,
@@ -41,110 +174,224 @@ impl KvClient {
         request_id: &str,
         receiver: &str,
     ) -> Result<Fetched, TransferError> {
+        self.fetch_part(FetchRequest {
+            handle,
+            expected: Some(expected),
+            part: None,
+            request_id,
+            receiver,
+        })
+        .await
+    }
+
+    /// As [`Self::fetch`], for a part of the prefix: only what covers it is read.
+    ///
+    /// # Errors
+    /// As [`Self::fetch`]; [`TransferError::Mismatch`] for a part that is none.
+    pub async fn fetch_part(&self, request: FetchRequest<'_>) -> Result<Fetched, TransferError> {
         let deadline = self.deadline();
-        let inner = &*self.inner;
-        let mut stub = inner.channels.stub(&handle.endpoint)?;
+        let inner = &self.inner;
+        let handle = request.handle;
+        let node = inner.config.node.as_ref();
+        let endpoint = node.unwrap_or(&handle.endpoint);
+        let mut stub = inner.channels.stub(endpoint)?;
         let message = v1::PullRequest {
             handle: Some(handle.clone()),
-            request_id: request_id.to_owned(),
-            receiver: receiver.to_owned(),
+            request_id: request.request_id.to_owned(),
+            receiver: request.receiver.to_owned(),
             ttl_ms: wire::millis(inner.config.ttl),
+            follows: true,
         };
-        let pulled = call("pulling a slot", deadline, message, |request| {
+        // Through the own node this takes as long as the payload takes to come there.
+        let pulled = call_until("pulling a slot", deadline, message, |request| {
             stub.pull(request)
         })
         .await?;
-        let lease = inner.releaser.lease(Terms {
-            endpoint: handle.endpoint.clone(),
-            slot: handle.slot,
-            generation: handle.generation,
+        let slot = pulled.handle.as_ref().unwrap_or(handle);
+        let terms = Terms {
+            endpoint: endpoint.clone(),
+            slot: slot.slot,
+            generation: slot.generation,
             lease: pulled.lease,
-        });
+        };
+        let lease = inner.releaser.lease(terms.clone());
         let manifest = wire::manifest_from_proto(pulled.manifest)?;
-        check(&manifest, handle, expected, inner.config.max_payload_bytes)?;
-        let remote = wire::region_from_proto(pulled.region, manifest.bytes)?;
-        let (tokens, bytes) = (manifest.tokens, manifest.bytes);
-        let read = read(inner, &remote, manifest, deadline).await?;
-        let Read {
-            payload,
-            transport,
-            repaired_chunks,
-        } = read;
+        check(&manifest, &request)?;
+        let whole = KvShard::whole(&manifest.geometry, manifest.tokens);
+        let plan = ReadPlan::new(&manifest, request.part.unwrap_or(&whole))
+            .map_err(TransferError::Mismatch)?;
+        if plan.read_bytes() > inner.config.max_payload_bytes {
+            let (needs, max) = (plan.read_bytes(), inner.config.max_payload_bytes);
+            let message = format!("needs {needs} bytes, this client takes {max}");
+            return Err(TransferError::invalid("bytes", message));
+        }
+        let access = (manifest.bytes, Access::Read);
+        let place = inner
+            .reach
+            .place(pulled.region, pulled.local, access, deadline)
+            .await?;
+        let fetch = Fetch {
+            inner,
+            terms: &terms,
+            plan: &plan,
+            manifest,
+            deadline,
+            repaired_chunks: 0,
+            transport: MAPPED.to_owned(),
+        };
+        fetch.run(place).await?.fetched(plan.clone(), lease)
+    }
+}
+
+/// A fetch under way.
+struct Fetch<'a> {
+    inner: &'a Inner,
+    terms: &'a Terms,
+    plan: &'a ReadPlan,
+    /// With the checksums known so far.
+    manifest: Manifest,
+    deadline: Deadline,
+    repaired_chunks: usize,
+    transport: String,
+}
+
+/// A fetch that has come to its end.
+struct Done {
+    manifest: Manifest,
+    source: Source,
+    repaired_chunks: usize,
+    transport: String,
+}
+
+impl Done {
+    fn fetched(self, plan: ReadPlan, lease: Lease) -> Result<Fetched, TransferError> {
         Ok(Fetched {
-            payload,
-            tokens,
-            bytes,
-            transport,
-            repaired_chunks,
+            tokens: self.manifest.tokens,
+            bytes: plan.part_bytes() as u64,
+            read_bytes: plan.read_bytes(),
+            transport: self.transport,
+            repaired_chunks: self.repaired_chunks,
             lease,
+            manifest: Arc::new(self.manifest),
+            source: self.source,
+            plan,
         })
     }
 }
 
-struct Read {
-    payload: Vec<u8>,
-    transport: String,
-    repaired_chunks: usize,
-}
-
-/// Reads the payload, then again what is damaged, a bounded number of times.
-async fn read(
-    inner: &Inner,
-    remote: &Remote,
-    manifest: Manifest,
-    deadline: Deadline,
-) -> Result<Read, TransferError> {
-    let mut payload = room(manifest.bytes)?;
-    let whole = 0..payload.len();
-    let mut ranges = vec![whole];
-    let mut repaired_chunks = 0;
-    let manifest = std::sync::Arc::new(manifest);
-    for _ in 0..limits::MAX_CHUNK_READS {
-        let (buffer, landed) = inner
-            .engine
-            .get_parts(remote, payload, ranges, deadline)
-            .await?;
-        let of = std::sync::Arc::clone(&manifest);
-        let check = move || (of.bad_chunks(&buffer), buffer);
-        let checked = tokio::task::spawn_blocking(check).await;
-        let (bad, buffer) = checked.map_err(|_| TransferError::Stopped)?;
-        if bad.is_empty() {
-            return Ok(Read {
-                payload: buffer,
-                transport: landed.transport,
-                repaired_chunks,
-            });
-        }
-        tracing::warn!(
-            chunks = bad.len(),
-            "chunks failed their checksum, reading them again"
-        );
-        repaired_chunks = bad.len();
-        let chunk = |&index: &usize| kv::chunk_range(index, buffer.len(), manifest.chunk_bytes);
-        ranges = bad.iter().map(chunk).collect();
-        payload = buffer;
+impl Fetch<'_> {
+    async fn run(mut self, place: Place) -> Result<Done, TransferError> {
+        let source = match place {
+            Place::Mapped(slot) => {
+                let mut news = None;
+                while self.ready() < self.plan.chunks().len() {
+                    self.learn(&mut news).await?;
+                }
+                Source::Pool(slot)
+            }
+            Place::Remote(_) => Source::Here(self.read(place).await?),
+        };
+        Ok(Done {
+            manifest: self.manifest,
+            source,
+            repaired_chunks: self.repaired_chunks,
+            transport: self.transport,
+        })
     }
-    let reads = limits::MAX_CHUNK_READS;
-    match manifest.verify(&payload) {
-        Err(first) => Err(TransferError::DataLoss {
-            chunks: ranges.len(),
-            reads,
-            first,
-        }),
-        Ok(()) => Err(TransferError::Stopped),
+
+    /// Entries of the plan whose checksums are known: these chunks are sealed.
+    fn ready(&self) -> usize {
+        let known = self.manifest.crcs.len();
+        self.plan.chunks().partition_point(|&chunk| chunk < known)
+    }
+
+    /// Reads every entry as soon as it is sealed; while one store travels, the one before it is checked.
+    async fn read(&mut self, place: Place) -> Result<Vec<Store>, TransferError> {
+        let reader = Reader {
+            reach: &self.inner.reach,
+            place: &place,
+            plan: self.plan,
+            deadline: self.deadline,
+        };
+        let all = self.plan.chunks().len();
+        let per_store = (limits::STORE_BYTES / self.manifest.chunk_bytes).max(1);
+        let mut stores: Vec<Store> = vec![];
+        let mut running = FuturesOrdered::new();
+        let (mut begun, mut news) = (0, None);
+        loop {
+            let ready = self.ready();
+            while begun < ready && running.len() < limits::STORES_IN_FLIGHT {
+                let entries = begun..ready.min(begun + per_store);
+                begun = entries.end;
+                let crc = |&chunk: &usize| (chunk, self.manifest.crcs[chunk]);
+                let chunks = self.plan.chunks()[entries.clone()]
+                    .iter()
+                    .map(crc)
+                    .collect();
+                running.push_back(reader.read(entries, chunks));
+            }
+            if begun == all && running.is_empty() {
+                return Ok(stores);
+            }
+            tokio::select! {
+                Some(store) = running.next() => {
+                    let store: Store = store?;
+                    self.repaired_chunks += store.repaired;
+                    self.transport.clone_from(&store.transport);
+                    stores.push(store);
+                }
+                learnt = self.learn(&mut news), if ready < all => learnt?,
+            }
+        }
+    }
+
+    /// Waits until the service tells more checksums.
+    async fn learn(
+        &mut self,
+        news: &mut Option<Streaming<v1::FollowResponse>>,
+    ) -> Result<(), TransferError> {
+        let stream = match news {
+            Some(stream) => stream,
+            None => news.insert(self.follow().await?),
+        };
+        let what = "following a prefix that is being written";
+        let told = self.deadline.bound(what, stream.message()).await;
+        let told = told.map_err(|_| TransferError::Deadline { what })??;
+        let Some(told) = told else {
+            return Err(TransferError::invalid(
+                "chunk_crc32c",
+                "ended before the last chunk",
+            ));
+        };
+        self.manifest.crcs.extend(told.chunk_crc32c);
+        self.manifest
+            .validate_announced()
+            .map_err(TransferError::Manifest)
+    }
+
+    async fn follow(&self) -> Result<Streaming<v1::FollowResponse>, TransferError> {
+        let terms = self.terms;
+        let mut stub = self.inner.channels.stub(&terms.endpoint)?;
+        let message = v1::FollowRequest {
+            slot: terms.slot,
+            generation: terms.generation,
+            lease: terms.lease,
+            known_chunks: u32::try_from(self.manifest.crcs.len()).unwrap_or(u32::MAX),
+        };
+        call_until("following a slot", self.deadline, message, |request| {
+            stub.follow(request)
+        })
+        .await
     }
 }
 
 /// Checks the service's answer against what the caller knows, before room is made for it.
-fn check(
-    manifest: &Manifest,
-    handle: &PrefixHandle,
-    expected: &KvGeometry,
-    max_bytes: u64,
-) -> Result<(), TransferError> {
+fn check(manifest: &Manifest, request: &FetchRequest<'_>) -> Result<(), TransferError> {
+    let handle = request.handle;
     let identity = wire::identity_from_proto(&handle.identity)?;
+    let expected = *request.expected.unwrap_or(&manifest.geometry);
     manifest
-        .expect(identity, *expected)
+        .expect(identity, expected)
         .map_err(TransferError::Mismatch)?;
     let same = |field, expected: u64, got: u64| {
         let same = expected == got;
@@ -156,28 +403,18 @@ fn check(
             }))
     };
     same("tokens", u64::from(handle.tokens), manifest.tokens as u64)?;
-    same("bytes", handle.bytes, manifest.bytes)?;
-    if manifest.bytes > max_bytes {
-        let message = format!(
-            "holds {} bytes, this client takes {max_bytes}",
-            manifest.bytes
-        );
-        return Err(TransferError::invalid("bytes", message));
-    }
-    Ok(())
+    same("bytes", handle.bytes, manifest.bytes)
 }
 
 /// Zeroed memory, or an error instead of an abort when the system has not enough.
-fn room(bytes: u64) -> Result<Vec<u8>, TransferError> {
-    let full = || TransferError::PoolFull {
-        bytes,
-        retry_after: limits::RETRY_AFTER,
-    };
-    let len = usize::try_from(bytes).map_err(|_| full())?;
+pub(super) fn room(len: usize) -> Result<Vec<u8>, TransferError> {
     // Asks without touching the memory; the allocation below then gets pages that the system has
     // zeroed, instead of writing each byte once more.
     Vec::<u8>::new()
         .try_reserve_exact(len)
-        .map_err(|_| full())?;
+        .map_err(|_| TransferError::PoolFull {
+            bytes: len as u64,
+            retry_after: limits::RETRY_AFTER,
+        })?;
     Ok(vec![0; len])
 }

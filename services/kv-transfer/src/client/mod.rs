@@ -1,22 +1,26 @@
-//! What producers and consumers use: publish a prefix into a node's pool, fetch one out of it.
+//! What producers and consumers use: publish a prefix into a node's pool, fetch one or a part of one out of
+//! it, look for one in the cache.
 
 mod channels;
 mod config;
 mod fetch;
 mod lease;
+mod lookup;
 mod publish;
+mod reach;
+mod read;
 
 use std::sync::Arc;
 
 use base::Deadline;
 
 pub use config::ClientConfig;
-pub use fetch::Fetched;
+pub use fetch::{FetchRequest, Fetched};
 pub use lease::Lease;
-pub use publish::{PublishRequest, Published};
+pub use publish::{CacheTerms, Description, Publication, PublishRequest, Published};
+pub use reach::{MAPPED, Place, Reach};
 
 use crate::TransferError;
-use crate::engine::Engine;
 use channels::Channels;
 use lease::Releaser;
 
@@ -31,7 +35,7 @@ struct Inner {
     config: ClientConfig,
     channels: Channels,
     releaser: Releaser,
-    engine: Engine,
+    reach: Reach,
 }
 
 impl KvClient {
@@ -42,7 +46,7 @@ impl KvClient {
     /// cannot be opened.
     pub fn new(config: ClientConfig) -> Result<Self, TransferError> {
         config.validate()?;
-        let engine = Engine::start(&config.engine)?;
+        let reach = Reach::open(&config.engine)?;
         let channels = Channels::default();
         let releaser = Releaser::start(channels.clone());
         Ok(Self {
@@ -50,7 +54,7 @@ impl KvClient {
                 config,
                 channels,
                 releaser,
-                engine,
+                reach,
             }),
         })
     }

@@ -1,11 +1,14 @@
+use std::ops::Range;
 use std::sync::Arc;
 
 use base::Deadline;
+use fabric::Access;
 use kv::{KvGeometry, Manifest, PrefixIdentity};
 use proto::v1::{self, PrefixHandle};
 
-use super::channels::call;
+use super::channels::{call, call_until};
 use super::lease::{Lease, Terms};
+use super::reach::{Place, blocking};
 use super::{Inner, KvClient};
 use crate::{TransferError, wire};
 
@@ -24,44 +27,138 @@ pub struct PublishRequest {
     pub payload: Vec<u8>,
 }
 
+/// What a producer says of a prefix before it writes it.
+#[derive(Debug, Clone)]
+pub struct Description {
+    /// Request that the prefix belongs to, for operators.
+    pub request_id: String,
+    /// Which prefix this is.
+    pub identity: PrefixIdentity,
+    /// Shape of one token.
+    pub geometry: KvGeometry,
+    /// Tokens in the payload.
+    pub tokens: usize,
+    /// When the prefix is to stay after its last lease.
+    pub cache: Option<CacheTerms>,
+}
+
+/// How a prefix is cached.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CacheTerms {
+    /// Who may find it: a tenant, or everybody when empty.
+    pub scope: String,
+    /// What computing it again would cost, in microseconds.
+    pub cost_us: u64,
+}
+
 /// A published prefix.
 #[derive(Debug)]
 pub struct Published {
     /// What consumers need, with the number of the producer's lease.
     pub handle: PrefixHandle,
-    /// UCX transports that the payload took.
+    /// How the payload got into the pool: [`crate::MAPPED`], or UCX transports.
     pub transport: String,
     /// The producer's lease. The slot lives as long as any lease on it; to pass the prefix
     /// on without staying responsible for it, call [`Lease::hand_over`].
     pub lease: Lease,
 }
 
+/// A prefix that is being written. Dropping it gives the slot up; whoever follows it learns so.
+#[derive(Debug)]
+pub struct Publication {
+    inner: Arc<Inner>,
+    terms: Terms,
+    lease: Lease,
+    place: Place,
+    /// With the checksums of what is written.
+    manifest: Manifest,
+    /// Bytes written.
+    written: usize,
+    /// CRC32C of the written part of a chunk that is not complete.
+    partial: u32,
+    /// Present when consumers may follow.
+    handle: Option<PrefixHandle>,
+    transport: String,
+    deadline: Deadline,
+}
+
 impl KvClient {
     /// Writes a prefix into the pool of the service at `endpoint` (`http://HOST:PORT`) and seals it.
     ///
     /// # Errors
-    /// [`TransferError::Manifest`] when the payload does not fit its description,
-    /// [`TransferError::Remote`] with the service's refusal (`RESOURCE_EXHAUSTED` with a hint when
-    /// the pool is full, `INVALID_ARGUMENT` naming `bytes` when it can never fit),
-    /// [`TransferError::PeerLost`], [`TransferError::Deadline`].
+    /// As [`Self::offer`] and [`Publication::write`].
     pub async fn publish(
         &self,
         endpoint: &str,
         request: PublishRequest,
     ) -> Result<Published, TransferError> {
+        let expected = request.geometry.prefix_bytes(request.tokens) as u64;
+        let got = request.payload.len() as u64;
+        if got != expected || got == 0 {
+            let error = kv::KvError::Inconsistent {
+                field: "bytes",
+                expected,
+                got,
+            };
+            return Err(TransferError::Manifest(error));
+        }
+        let description = Description {
+            request_id: request.request_id,
+            identity: request.identity,
+            geometry: request.geometry,
+            tokens: request.tokens,
+            cache: None,
+        };
+        let mut publication = self.begin(endpoint, description, false).await?;
+        publication.write(request.payload).await?;
+        publication.finish().await
+    }
+
+    /// Makes room for a prefix that will be written piece by piece. Consumers may pull it by
+    /// [`Publication::handle`] at once, and follow.
+    ///
+    /// When the pool is full, this waits in line until the deadline of this client.
+    ///
+    /// # Errors
+    /// [`TransferError::Manifest`] when the description is not consistent,
+    /// [`TransferError::Remote`] with the service's refusal (`RESOURCE_EXHAUSTED` with a hint when
+    /// the pool is full, `INVALID_ARGUMENT` naming `bytes` when it can never fit),
+    /// [`TransferError::PeerLost`], [`TransferError::Deadline`].
+    pub async fn offer(
+        &self,
+        endpoint: &str,
+        description: Description,
+    ) -> Result<Publication, TransferError> {
+        self.begin(endpoint, description, true).await
+    }
+
+    async fn begin(
+        &self,
+        endpoint: &str,
+        description: Description,
+        offered: bool,
+    ) -> Result<Publication, TransferError> {
         let deadline = self.deadline();
-        let inner = &*self.inner;
-        check(&request)?;
+        let inner = &self.inner;
+        let manifest = announced(&description, inner.config.chunk_bytes)?;
         let mut stub = inner.channels.stub(endpoint)?;
         let message = v1::ReserveRequest {
-            request_id: request.request_id.clone(),
-            bytes: request.payload.len() as u64,
+            request_id: description.request_id,
+            bytes: manifest.bytes,
             ttl_ms: wire::millis(inner.config.ttl),
+            offer: offered.then(|| wire::manifest_to_proto(manifest.clone())),
+            wait_ms: wire::millis(inner.config.wait),
+            cache: description.cache.map(|terms| v1::CacheTerms {
+                scope: terms.scope,
+                cost_us: terms.cost_us,
+            }),
         };
-        let reserved = call("reserving a slot", deadline, message, |request| {
+        let reserved = call_until("reserving a slot", deadline, message, |request| {
             stub.reserve(request)
         })
         .await?;
+        // A lease begins when the slot is given out, after the time in line.
+        let deadline = self.deadline();
         let terms = Terms {
             endpoint: endpoint.to_owned(),
             slot: reserved.slot,
@@ -69,14 +166,104 @@ impl KvClient {
             lease: reserved.lease,
         };
         let lease = inner.releaser.lease(terms.clone());
-        let (manifest, transport) = write(inner, request, reserved, deadline).await?;
-        let message = v1::SealRequest {
-            slot: terms.slot,
-            generation: terms.generation,
-            lease: terms.lease,
-            manifest: Some(wire::manifest_to_proto(manifest)),
+        let place = inner
+            .reach
+            .place(
+                reserved.region,
+                reserved.local,
+                (manifest.bytes, Access::Write),
+                deadline,
+            )
+            .await?;
+        Ok(Publication {
+            inner: Arc::clone(inner),
+            terms,
+            lease,
+            place,
+            manifest,
+            written: 0,
+            partial: 0,
+            handle: reserved.handle,
+            transport: String::new(),
+            deadline,
+        })
+    }
+}
+
+impl Publication {
+    /// What consumers need to pull and follow the prefix; none for a prefix that is sealed at once.
+    #[must_use]
+    pub fn handle(&self) -> Option<&PrefixHandle> {
+        self.handle.as_ref()
+    }
+
+    /// Writes the next bytes of the payload. Chunks that they complete are sealed, and whoever follows
+    /// reads them from here on.
+    ///
+    /// # Errors
+    /// [`TransferError::Invalid`] for more bytes than were announced, [`TransferError::Remote`],
+    /// [`TransferError::PeerLost`], [`TransferError::Deadline`].
+    pub async fn write(&mut self, bytes: Vec<u8>) -> Result<(), TransferError> {
+        let at = self.written;
+        let end = at.saturating_add(bytes.len());
+        if bytes.is_empty() || end as u64 > self.manifest.bytes {
+            let message = format!(
+                "{} bytes at {at} are no part of a payload of {}",
+                bytes.len(),
+                self.manifest.bytes
+            );
+            return Err(TransferError::invalid("bytes", message));
+        }
+        let bytes = Arc::new(bytes);
+        let (source, partial) = (Arc::clone(&bytes), self.partial);
+        let (chunk_bytes, total) = (self.manifest.chunk_bytes, self.manifest.bytes);
+        let digest = blocking(move || digest(&source, at..end, partial, (chunk_bytes, total)));
+        let write = self
+            .inner
+            .reach
+            .write(&self.place, at, bytes, self.deadline);
+        let (written, digested) = tokio::join!(write, digest);
+        self.transport = written?;
+        let (crcs, partial) = digested?;
+        let first = self.manifest.crcs.len();
+        self.manifest.crcs.extend(crcs);
+        (self.written, self.partial) = (end, partial);
+        if self.handle.is_some() && self.manifest.crcs.len() > first {
+            self.seal_part(first).await?;
+        }
+        Ok(())
+    }
+
+    async fn seal_part(&self, first: usize) -> Result<(), TransferError> {
+        let mut stub = self.inner.channels.stub(&self.terms.endpoint)?;
+        let message = v1::SealPartRequest {
+            slot: self.terms.slot,
+            generation: self.terms.generation,
+            lease: self.terms.lease,
+            first_chunk: u32::try_from(first).unwrap_or(u32::MAX),
+            chunk_crc32c: self.manifest.crcs[first..].to_vec(),
         };
-        let sealed = call("sealing a slot", deadline, message, |request| {
+        call("sealing a part", self.deadline, message, |request| {
+            stub.seal_part(request)
+        })
+        .await
+        .map(drop)
+    }
+
+    /// Seals the whole prefix.
+    ///
+    /// # Errors
+    /// [`TransferError::Manifest`] when bytes are missing, and as [`Self::write`].
+    pub async fn finish(self) -> Result<Published, TransferError> {
+        self.manifest.validate().map_err(TransferError::Manifest)?;
+        let mut stub = self.inner.channels.stub(&self.terms.endpoint)?;
+        let message = v1::SealRequest {
+            slot: self.terms.slot,
+            generation: self.terms.generation,
+            lease: self.terms.lease,
+            manifest: Some(wire::manifest_to_proto(self.manifest)),
+        };
+        let sealed = call_until("sealing a slot", self.deadline, message, |request| {
             stub.seal(request)
         })
         .await?;
@@ -85,54 +272,72 @@ impl KvClient {
             .ok_or_else(|| TransferError::invalid("handle", "is missing in the answer"))?;
         Ok(Published {
             handle,
-            transport,
-            lease,
+            transport: self.transport,
+            lease: self.lease,
         })
     }
 }
 
-/// Moves the payload while its checksums are computed.
-async fn write(
-    inner: &Inner,
-    request: PublishRequest,
-    reserved: v1::ReserveResponse,
-    deadline: Deadline,
-) -> Result<(Manifest, String), TransferError> {
-    let PublishRequest {
-        identity,
-        geometry,
-        tokens,
-        payload,
-        ..
-    } = request;
-    let remote = wire::region_from_proto(reserved.region, payload.len() as u64)?;
-    let chunk_bytes = reserved.chunk_bytes as usize;
-    let payload = Arc::new(payload);
-    let source = Arc::clone(&payload);
-    let describe = tokio::task::spawn_blocking(move || {
-        Manifest::describe(identity, geometry, tokens, &source, chunk_bytes)
-    });
-    let landed = inner.engine.put(&remote, payload, deadline).await?;
-    let manifest = describe.await.map_err(|_| TransferError::Stopped)?;
-    Ok((manifest.map_err(TransferError::Manifest)?, landed.transport))
+/// CRC32C of the chunks that end within bytes `at` of a payload, and of the rest. `partial` is that of the
+/// chunk that was begun before.
+fn digest(
+    bytes: &[u8],
+    at: Range<usize>,
+    mut partial: u32,
+    (chunk_bytes, total): (usize, u64),
+) -> (Vec<u32>, u32) {
+    let mut crcs = vec![];
+    let mut done = 0;
+    while done < bytes.len() {
+        let place = at.start + done;
+        let chunk_end = (place / chunk_bytes + 1).saturating_mul(chunk_bytes);
+        let len = (chunk_end - place).min(bytes.len() - done);
+        partial = crc32c::crc32c_append(partial, &bytes[done..done + len]);
+        done += len;
+        let end = at.start + done;
+        if end == chunk_end || end as u64 == total {
+            crcs.push(std::mem::take(&mut partial));
+        }
+    }
+    (crcs, partial)
 }
 
 /// Refuses what the service would refuse, before a slot is reserved.
-fn check(request: &PublishRequest) -> Result<(), TransferError> {
-    wire::check_request_id(&request.request_id)?;
-    request
-        .geometry
-        .validate()
-        .map_err(TransferError::Manifest)?;
-    let expected = request.geometry.prefix_bytes(request.tokens) as u64;
-    let got = request.payload.len() as u64;
-    if got != expected || got == 0 {
-        let error = kv::KvError::Inconsistent {
-            field: "bytes",
-            expected,
-            got,
-        };
-        return Err(TransferError::Manifest(error));
+fn announced(description: &Description, chunk_bytes: usize) -> Result<Manifest, TransferError> {
+    wire::check_request_id(&description.request_id)?;
+    if let Some(terms) = &description.cache {
+        wire::check_scope(&terms.scope)?;
     }
-    Ok(())
+    let (geometry, tokens) = (description.geometry, description.tokens);
+    let chunk_bytes = kv::digest_bytes(&geometry, tokens, chunk_bytes);
+    Manifest::announce(description.identity, geometry, tokens, chunk_bytes)
+        .map_err(TransferError::Manifest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// However a payload is cut into writes, its checksums are those of the whole.
+        #[test]
+        fn checksums_do_not_depend_on_the_cuts(
+            len in 1usize..5000, chunk in 1usize..700, cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..6),
+        ) {
+            let payload: Vec<u8> = (0..len).map(|i| ((i * 7) ^ (i >> 5)) as u8).collect();
+            let mut cuts: Vec<usize> = cuts.iter().map(|cut| cut.index(len)).collect();
+            cuts.extend([0, len]);
+            cuts.sort_unstable();
+            let (mut crcs, mut partial) = (vec![], 0);
+            for pair in cuts.windows(2).filter(|pair| pair[0] < pair[1]) {
+                let at = pair[0]..pair[1];
+                let (more, rest) = digest(&payload[at.clone()], at, partial, (chunk, len as u64));
+                crcs.extend(more);
+                partial = rest;
+            }
+            prop_assert_eq!(crcs, kv::chunk_crc32c(&payload, chunk));
+            prop_assert_eq!(partial, 0);
+        }
+    }
 }

@@ -13,7 +13,7 @@ use super::config::EngineConfig;
 use super::remote::{Remote, Target};
 use super::thread;
 use crate::{TransferError, limits};
-use fabric::{Context, Payload, PoolMemory, Use};
+use fabric::{Context, Payload, PoolMemory, SharedMemory, Use};
 
 /// What a finished transfer tells.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,11 +22,36 @@ pub struct Landed {
     pub transport: String,
 }
 
+/// A run of bytes in a region and in the payload.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Part {
+    /// First byte, counted from the start of the region.
+    pub remote: u64,
+    /// Place in the payload.
+    pub local: Range<usize>,
+}
+
+impl Part {
+    /// The same bytes on both sides.
+    #[must_use]
+    pub fn aligned(local: Range<usize>) -> Self {
+        Self {
+            remote: local.start as u64,
+            local,
+        }
+    }
+
+    /// End in the region; `None` when there is none.
+    fn remote_end(&self) -> Option<u64> {
+        self.remote.checked_add(self.local.len() as u64)
+    }
+}
+
 pub(super) struct Command {
     pub(super) target: Target,
     pub(super) payload: Payload,
-    /// Parts of the payload to move, at the same offsets of the region.
-    pub(super) ranges: Vec<Range<usize>>,
+    /// What of the payload to move.
+    pub(super) parts: Vec<Part>,
     pub(super) deadline: Deadline,
     pub(super) reply: oneshot::Sender<Result<(Payload, Landed), TransferError>>,
 }
@@ -121,6 +146,14 @@ impl Engine {
         })
     }
 
+    /// Makes memory that processes of this node map reachable for the others.
+    ///
+    /// # Errors
+    /// [`TransferError::Ucx`] when UCX cannot register it.
+    pub fn register(&self, shared: &Arc<SharedMemory>) -> Result<PoolMemory, TransferError> {
+        Ok(PoolMemory::of_shared(&self.inner.context, shared)?)
+    }
+
     /// Describes `memory` to peers; [`Remote::part`] narrows it.
     ///
     /// # Errors
@@ -149,7 +182,7 @@ impl Engine {
         payload: Arc<Vec<u8>>,
         deadline: Deadline,
     ) -> Result<Landed, TransferError> {
-        let whole = 0..payload.len();
+        let whole = Part::aligned(0..payload.len());
         let payload = Payload::Source(payload);
         let (_, landed) = self
             .transfer(remote, payload, vec![whole], deadline)
@@ -169,11 +202,11 @@ impl Engine {
         buffer: Vec<u8>,
         deadline: Deadline,
     ) -> Result<(Vec<u8>, Landed), TransferError> {
-        let whole = 0..buffer.len();
+        let whole = Part::aligned(0..buffer.len());
         self.get_parts(remote, buffer, vec![whole], deadline).await
     }
 
-    /// Reads `ranges` of `remote` into the same offsets of `buffer`, and gives the buffer back.
+    /// Reads parts of `remote` into `buffer`, and gives the buffer back.
     ///
     /// # Errors
     /// As [`Self::get`].
@@ -181,11 +214,11 @@ impl Engine {
         &self,
         remote: &Remote,
         buffer: Vec<u8>,
-        ranges: Vec<Range<usize>>,
+        parts: Vec<Part>,
         deadline: Deadline,
     ) -> Result<(Vec<u8>, Landed), TransferError> {
         let payload = Payload::Target(buffer);
-        match self.transfer(remote, payload, ranges, deadline).await? {
+        match self.transfer(remote, payload, parts, deadline).await? {
             (Payload::Target(buffer), landed) => Ok((buffer, landed)),
             (Payload::Source(_), _) => Err(TransferError::Stopped),
         }
@@ -195,25 +228,27 @@ impl Engine {
         &self,
         remote: &Remote,
         payload: Payload,
-        ranges: Vec<Range<usize>>,
+        parts: Vec<Part>,
         deadline: Deadline,
     ) -> Result<(Payload, Landed), TransferError> {
-        let target = remote.open(payload.len())?;
-        if payload.is_empty()
-            || ranges
-                .iter()
-                .any(|r| r.start >= r.end || r.end > payload.len())
-        {
+        let outside = |part: &Part| {
+            part.local.start >= part.local.end
+                || part.local.end > payload.len()
+                || part.remote_end().is_none()
+        };
+        if parts.is_empty() || parts.iter().any(outside) {
             return Err(TransferError::invalid(
                 "ranges",
                 "must be non-empty parts of the payload",
             ));
         }
+        let end = parts.iter().filter_map(Part::remote_end).max();
+        let target = remote.open(end.unwrap_or(0))?;
         let (reply, answer) = oneshot::channel();
         let command = Command {
             target,
             payload,
-            ranges,
+            parts,
             deadline,
             reply,
         };

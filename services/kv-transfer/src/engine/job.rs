@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use tokio::sync::oneshot;
 
-use super::handle::{Command, Landed};
+use super::handle::{Command, Landed, Part};
 use crate::{TransferError, limits};
 use fabric::{Endpoint, Payload, RemoteKey, Transfer, UcxError};
 
@@ -15,7 +15,7 @@ pub(super) struct Job {
     transfer: Transfer,
     /// Address of the payload's first byte at the peer.
     remote: u64,
-    pieces: VecDeque<Range<usize>>,
+    pieces: VecDeque<Part>,
     flush: Flush,
     deadline: Instant,
     /// Taken when the caller has its answer; from then on the job only drains.
@@ -51,7 +51,7 @@ impl Job {
         let Command {
             target,
             payload,
-            ranges,
+            parts,
             deadline,
             reply,
         } = command;
@@ -59,7 +59,7 @@ impl Job {
             Payload::Source(_) => Flush::Due,
             Payload::Target(_) => Flush::NotNeeded,
         };
-        let pieces = ranges.into_iter().flat_map(split).collect();
+        let pieces = parts.into_iter().flat_map(split).collect();
         match Transfer::new(key, payload) {
             Ok(transfer) => Some(Self {
                 transfer,
@@ -146,8 +146,8 @@ impl Job {
             && self.transfer.outstanding() < limits::PIECES_IN_FLIGHT
             && let Some(piece) = self.pieces.pop_front()
         {
-            let remote = self.remote + piece.start as u64;
-            self.transfer.post(piece, remote)?;
+            let remote = self.remote + piece.remote;
+            self.transfer.post(piece.local, remote)?;
             started += 1;
         }
         Ok(started > 0)
@@ -191,12 +191,15 @@ impl Job {
     }
 }
 
-/// Cuts a range into pieces.
-fn split(range: Range<usize>) -> impl Iterator<Item = Range<usize>> {
-    let end = range.end;
-    range
+/// Cuts a part into pieces.
+fn split(part: Part) -> impl Iterator<Item = Part> {
+    let Range { start, end } = part.local;
+    (start..end)
         .step_by(limits::PIECE_BYTES)
-        .map(move |start| start..end.min(start.saturating_add(limits::PIECE_BYTES)))
+        .map(move |at| Part {
+            remote: part.remote + (at - start) as u64,
+            local: at..end.min(at.saturating_add(limits::PIECE_BYTES)),
+        })
 }
 
 #[cfg(test)]
@@ -206,12 +209,15 @@ mod tests {
 
     proptest! {
         #[test]
-        fn pieces_tile_their_range(start in 0usize..100_000_000, len in 1usize..100_000_000) {
+        fn pieces_tile_their_part(
+            remote in 0u64..1 << 40, start in 0usize..100_000_000, len in 1usize..100_000_000,
+        ) {
             let mut next = start;
-            for piece in split(start..start + len) {
-                prop_assert_eq!(piece.start, next);
-                prop_assert!(!piece.is_empty() && piece.len() <= limits::PIECE_BYTES);
-                next = piece.end;
+            for piece in split(Part { remote, local: start..start + len }) {
+                prop_assert_eq!(piece.local.start, next);
+                prop_assert_eq!(piece.remote - remote, (next - start) as u64);
+                prop_assert!(!piece.local.is_empty() && piece.local.len() <= limits::PIECE_BYTES);
+                next = piece.local.end;
             }
             prop_assert_eq!(next, start + len);
         }

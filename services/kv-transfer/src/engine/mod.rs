@@ -12,5 +12,5 @@ mod thread;
 
 pub use config::EngineConfig;
 pub use fabric::Transport;
-pub use handle::{Engine, Landed};
+pub use handle::{Engine, Landed, Part};
 pub use remote::Remote;

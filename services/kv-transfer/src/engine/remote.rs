@@ -67,8 +67,8 @@ impl Remote {
         }
     }
 
-    /// Checks everything that UCX will not, for a payload of `payload` bytes.
-    pub(super) fn open(&self, payload: usize) -> Result<Target, TransferError> {
+    /// Checks everything that UCX will not, for operations on the first `end` bytes.
+    pub(super) fn open(&self, end: u64) -> Result<Target, TransferError> {
         let max = limits::MAX_WORKER_ADDRESS_BYTES;
         let worker_address = opened("worker_address", ADDRESS_MARK, &self.worker_address, max)?;
         let body = opened("rkey", KEY_MARK, &self.key, limits::MAX_REMOTE_KEY_BYTES)?;
@@ -86,9 +86,9 @@ impl Remote {
             && (self.address - base)
                 .checked_add(self.bytes)
                 .is_some_and(|end| end <= size);
-        if !inside || self.bytes < payload as u64 {
+        if !inside || self.bytes < end {
             let message = format!(
-                "{} bytes for a payload of {payload} are not in the region",
+                "{} bytes for a payload of {end} are not in the region",
                 self.bytes
             );
             return Err(TransferError::invalid("region", message));

@@ -60,6 +60,7 @@ pub async fn run(
     let cancelled = stop.clone().cancelled_owned();
     let mut server = task::spawn(proto::server::serve(listener, routes, cancelled));
     let _reaper = task::spawn(reap(service.clone()));
+    let _door = service.share();
 
     let membership = tokio::select! {
         joined = join(registry.as_ref(), &advertise, pool) => joined?,

@@ -2,8 +2,10 @@
 
 mod grpc;
 mod host;
+mod line;
 mod node;
 mod pool;
+mod relay;
 mod slots;
 
 pub use host::{Host, run};

@@ -1,15 +1,23 @@
+use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use base::clock::Clock;
+use base::task;
+use fabric::SharedMemory;
 use kv::Manifest;
 use proto::v1;
 use telemetry::{Metrics, names};
+use tokio::sync::watch;
 use tonic::service::RoutesBuilder;
 
-use super::slots::SlotTable;
+use super::line::Line;
+use super::relay::Relay;
+use super::slots::{Grant, SlotTable};
 use crate::engine::{Engine, EngineConfig, Remote, Transport};
-use crate::{PoolMemory, TransferError, limits};
+use crate::local::{Door, POOL_ID_BYTES, PoolId};
+use crate::{PoolMemory, TransferError, limits, wire};
 
 /// What a node service holds and how it treats it.
 #[derive(Debug, Clone)]
@@ -25,6 +33,10 @@ pub struct ServiceConfig {
     pub verify_on_seal: bool,
     /// How long the memory of an expired slot rests before it is given out again.
     pub quarantine: Duration,
+    /// Most bytes of prefixes that stay although nobody uses them; 0: none stays.
+    pub cache_bytes: u64,
+    /// Where processes of the node get the pool; under an abstract name when absent.
+    pub pool_socket: Option<PathBuf>,
 }
 
 impl ServiceConfig {
@@ -37,6 +49,8 @@ impl ServiceConfig {
             chunk_bytes: limits::DEFAULT_CHUNK_BYTES,
             verify_on_seal: true,
             quarantine: limits::QUARANTINE,
+            cache_bytes: 0,
+            pool_socket: None,
         }
     }
 
@@ -60,6 +74,7 @@ impl ServiceConfig {
             limits::MIN_POOL_BYTES,
             limits::MAX_POOL_BYTES,
         )?;
+        range("cache_bytes", self.cache_bytes, 0, self.pool_bytes)?;
         let (min, max) = (kv::limits::MIN_CHUNK_BYTES, kv::limits::MAX_CHUNK_BYTES);
         range(
             "chunk_bytes",
@@ -85,17 +100,42 @@ pub struct Service {
 #[derive(Debug)]
 pub(super) struct Node {
     table: Mutex<SlotTable>,
-    memory: Arc<PoolMemory>,
-    whole: Remote,
+    /// Counts changes of the table that somebody may wait for.
+    changes: watch::Sender<u64>,
+    pub(super) line: Line,
+    pub(super) relay: Relay,
+    pub(super) memory: Arc<SharedMemory>,
+    door: Option<Arc<Door>>,
+    pool_id: PoolId,
+    remote: Option<RemoteSide>,
     pub(super) chunk_bytes: usize,
     verify_on_seal: bool,
     transports: Vec<Transport>,
     /// gRPC address that handles name.
     pub(super) advertise: String,
     clock: Arc<dyn Clock>,
-    metrics: Metrics,
-    // Last, so that the memory goes before the thread that serves it.
+    pub(super) metrics: Metrics,
+}
+
+/// The pool as peers see it that cannot map it.
+#[derive(Debug)]
+struct RemoteSide {
+    whole: Remote,
+    // In this order, so that the memory goes before the thread that serves it.
+    _memory: PoolMemory,
     _engine: Engine,
+}
+
+impl RemoteSide {
+    fn open(config: &EngineConfig, memory: &Arc<SharedMemory>) -> Result<Self, TransferError> {
+        let engine = Engine::start(config)?;
+        let registered = engine.register(memory)?;
+        Ok(Self {
+            whole: engine.export(&registered)?,
+            _memory: registered,
+            _engine: engine,
+        })
+    }
 }
 
 impl Service {
@@ -113,29 +153,52 @@ impl Service {
     ) -> Result<Self, TransferError> {
         config.validate()?;
         proto::channel::endpoint(advertise, "advertise")?;
-        let bytes = usize::try_from(config.pool_bytes)
-            .map_err(|_| TransferError::invalid("pool_bytes", "does not fit this machine"))?;
-        let engine = Engine::start(&config.engine)?;
-        let memory = Arc::new(engine.allocate(bytes)?);
-        let whole = engine.export(&memory)?;
+        let memory = Arc::new(super::pool::allocate(config.pool_bytes)?);
+        let random = base::rng::Source::from_os();
+        let mut pool_id = [0; POOL_ID_BYTES];
+        for word in pool_id.chunks_mut(8) {
+            word.copy_from_slice(&random.next_u64().to_le_bytes());
+        }
+        let engine = &config.engine;
+        let door = || Door::open(config.pool_socket.as_deref(), pool_id, &memory).map(Arc::new);
+        let door = engine.maps().then(door).transpose()?;
+        let remote = |config: EngineConfig| RemoteSide::open(&config, &memory);
+        let remote = engine.remote().map(remote).transpose()?;
         // Random high bits: a restarted service never repeats a generation of its former life.
-        let first = (base::rng::Source::from_os().next_u64() >> 32) << 24 | 1;
-        let table = Mutex::new(SlotTable::new(config.pool_bytes, first, config.quarantine));
+        let first = (random.next_u64() >> 32) << 24 | 1;
+        let (pool, cache) = (config.pool_bytes, config.cache_bytes);
+        let table = Mutex::new(SlotTable::new(pool, cache, first, config.quarantine));
         let node = Node {
             table,
+            changes: watch::Sender::new(0),
+            line: Line::default(),
+            relay: Relay::new(engine.clone()),
             memory,
-            whole,
+            door,
+            pool_id,
+            remote,
             chunk_bytes: config.chunk_bytes,
             verify_on_seal: config.verify_on_seal,
-            transports: config.engine.transports.clone(),
+            transports: engine.transports.clone(),
             advertise: advertise.to_owned(),
             clock,
             metrics,
-            _engine: engine,
         };
         Ok(Self {
             node: Arc::new(node),
         })
+    }
+
+    /// Hands the pool to processes of this node for as long as the answer lives; needs a tokio runtime.
+    /// Nothing when the transports do not share it.
+    #[must_use]
+    pub fn share(&self) -> Option<task::Owned<()>> {
+        let door = self.node.door.clone()?;
+        Some(task::spawn(async move {
+            if let Err(error) = door.serve().await {
+                tracing::error!(%error, "the pool cannot be mapped any more");
+            }
+        }))
     }
 
     /// Adds the gRPC service.
@@ -161,10 +224,12 @@ impl Service {
     /// Ends expired leases now; [`run`](super::run) does so every [`limits::REAP_INTERVAL`].
     pub fn reap(&self) {
         let node = &self.node;
-        let freed = node.table().reap(node.now());
-        if freed > 0 {
-            tracing::info!(slots = freed, "freed slots whose leases ran out");
+        let ended = node.table().reap(node.now());
+        if ended > 0 {
+            tracing::info!(slots = ended, "the last lease of slots ran out");
         }
+        // Rested memory and lost producers are news as well.
+        node.changed();
         node.report();
     }
 }
@@ -179,22 +244,46 @@ impl Node {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What a peer needs to reach `[offset, offset + bytes)` of the pool.
-    pub(super) fn region(&self, offset: u64, bytes: u64) -> Remote {
-        self.whole.part(offset, bytes)
+    /// Tells everybody who waits for a change of the table.
+    pub(super) fn changed(&self) {
+        self.changes
+            .send_modify(|count| *count = count.wrapping_add(1));
     }
 
-    /// Checks that the pool holds at `offset` what `manifest` says, off the async threads.
+    /// Resolves at the next change after this call.
+    pub(super) fn changes(&self) -> watch::Receiver<u64> {
+        self.changes.subscribe()
+    }
+
+    /// What a peer needs to reach a slot.
+    pub(super) fn region(&self, grant: &Grant) -> Option<v1::RemoteRegion> {
+        let whole = &self.remote.as_ref()?.whole;
+        Some(wire::region_to_proto(whole.part(grant.offset, grant.bytes)))
+    }
+
+    /// What a process of this node needs to map a slot.
+    pub(super) fn local(&self, grant: &Grant) -> Option<v1::LocalRegion> {
+        Some(v1::LocalRegion {
+            pool_id: self.pool_id.to_vec(),
+            socket: self.door.as_ref()?.socket().to_owned(),
+            pool_bytes: self.memory.bytes() as u64,
+            offset: grant.offset,
+        })
+    }
+
+    /// Checks that the pool holds at `offset` the chunks `chunks` of what `manifest` says, off the async
+    /// threads.
     pub(super) async fn verify(
         &self,
         offset: u64,
         manifest: Manifest,
+        chunks: Range<usize>,
     ) -> Result<Manifest, TransferError> {
         if !self.verify_on_seal {
             return Ok(manifest);
         }
         let memory = Arc::clone(&self.memory);
-        let check = move || verify(&memory, offset, &manifest).map(|()| manifest);
+        let check = move || verify(&memory, offset, &manifest, chunks).map(|()| manifest);
         let checked = tokio::task::spawn_blocking(check)
             .await
             .map_err(|_| TransferError::Stopped)?;
@@ -205,9 +294,10 @@ impl Node {
     }
 
     fn report(&self) {
-        let (used, capacity, leases) = {
+        let (used, capacity, leases, cached) = {
             let table = self.table();
-            (table.used(), table.capacity(), table.leases())
+            let (used, capacity) = (table.used(), table.capacity());
+            (used, capacity, table.leases(), table.cached())
         };
         // Gauges are for people: a rounded number serves them.
         self.metrics
@@ -215,18 +305,25 @@ impl Node {
         self.metrics
             .set(&names::TRANSFER_POOL, &["free"], (capacity - used) as f64);
         self.metrics
+            .set(&names::TRANSFER_POOL, &["cached"], cached as f64);
+        self.metrics
             .set(&names::TRANSFER_LEASES, &["live"], leases as f64);
     }
 }
 
-/// Checks one slot chunk by chunk through a small buffer: a peer may still write to the pool, so
+/// Checks chunks of one slot through a small buffer: a peer may still write to the pool, so
 /// its memory is never looked at in place.
-fn verify(memory: &PoolMemory, offset: u64, manifest: &Manifest) -> Result<(), TransferError> {
+fn verify(
+    memory: &SharedMemory,
+    offset: u64,
+    manifest: &Manifest,
+    chunks: Range<usize>,
+) -> Result<(), TransferError> {
     let outside = || TransferError::invalid("bytes", "the slot reaches past the pool");
     let offset = usize::try_from(offset).map_err(|_| outside())?;
     let bytes = usize::try_from(manifest.bytes).map_err(|_| outside())?;
     let mut block = vec![0; limits::VERIFY_BLOCK_BYTES];
-    for index in 0..manifest.crcs.len() {
+    for index in chunks {
         let chunk = kv::chunk_range(index, bytes, manifest.chunk_bytes);
         let mut crc = 0;
         for start in chunk.clone().step_by(limits::VERIFY_BLOCK_BYTES) {
@@ -272,6 +369,13 @@ mod tests {
                 "chunk_bytes",
                 ServiceConfig {
                     chunk_bytes: 0,
+                    ..good.clone()
+                },
+            ),
+            (
+                "cache_bytes",
+                ServiceConfig {
+                    cache_bytes: good.pool_bytes + 1,
                     ..good.clone()
                 },
             ),

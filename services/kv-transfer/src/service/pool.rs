@@ -1,6 +1,33 @@
 use std::collections::BTreeMap;
 
+use fabric::SharedMemory;
+
+use crate::TransferError;
 use crate::limits::SLOT_ALIGN;
+
+/// Where the system says how much memory is left.
+const MEMORY_INFO: &str = "/proc/meminfo";
+
+/// Memory for a pool. One that the machine has no room for is refused: finding out by filling it would
+/// take everybody's memory first.
+pub(super) fn allocate(bytes: u64) -> Result<SharedMemory, TransferError> {
+    let refused = |message: String| TransferError::invalid("pool_bytes", message);
+    let len = usize::try_from(bytes).map_err(|_| refused("does not fit this machine".into()))?;
+    let info = std::fs::read_to_string(MEMORY_INFO).unwrap_or_default();
+    if let Some(room) = available(&info).filter(|&room| room < bytes) {
+        let message = format!("asks for {bytes} bytes, the machine has room for {room}");
+        return Err(refused(message));
+    }
+    SharedMemory::create(len)
+        .map_err(|error| refused(format!("the system cannot give {bytes} bytes: {error}")))
+}
+
+/// Bytes that are available, where the system tells.
+fn available(info: &str) -> Option<u64> {
+    let line = info.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
 
 /// First-fit allocator over `[0, capacity)` in units of [`SLOT_ALIGN`].
 #[derive(Debug)]
@@ -72,7 +99,16 @@ impl FreeList {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use base::Fault as _;
     use proptest::prelude::*;
+
+    #[test]
+    fn a_pool_larger_than_the_machine_is_refused_before_it_is_filled() {
+        let error = allocate(1 << 50).unwrap_err();
+        assert_eq!(error.field(), Some("pool_bytes"), "{error}");
+        assert_eq!(available("x\nMemAvailable:   12 kB\n"), Some(12 << 10));
+        allocate(1 << 20).unwrap();
+    }
 
     proptest! {
         /// Live ranges never overlap nor leave the pool, and a pool given back is whole again.

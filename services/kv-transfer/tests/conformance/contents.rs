@@ -1,15 +1,13 @@
 //! What arrives is what was sent, or a typed error.
 use std::sync::Arc;
-use std::time::Duration;
 
-use base::{Code, Deadline, Fault as _};
+use base::{Code, Fault as _};
 use kv_transfer::TransferError;
-use kv_transfer::engine::{Engine, Transport};
+use kv_transfer::engine::Transport;
 use proto::v1;
 
 use crate::support::{
-    CHUNK, MIB, Node, TRANSPORTS, client, config, fetch, geometry, prefix, remote, seal_by_hand,
-    ucx_name,
+    CHUNK, Hand, MIB, Node, TRANSPORTS, client, fetch, geometry, prefix, seal_by_hand, soon, way,
 };
 
 #[tokio::test(flavor = "multi_thread")]
@@ -36,13 +34,14 @@ async fn a_prefix_of_any_size_arrives_as_it_was() {
                 "{transport} {} bytes",
                 payload.len()
             );
+            let fetched = fetched.fetched;
             assert_eq!(fetched.tokens, tokens);
             assert_eq!(
                 (fetched.bytes, fetched.repaired_chunks),
                 (payload.len() as u64, 0)
             );
-            assert_eq!(fetched.transport, ucx_name(transport));
-            assert_eq!(published.transport, ucx_name(transport));
+            assert_eq!(fetched.transport, way(transport));
+            assert_eq!(published.transport, way(transport));
             consumer.release(fetched.lease).await.unwrap();
             producer.release(published.lease).await.unwrap();
         }
@@ -70,7 +69,7 @@ async fn two_consumers_read_one_prefix_at_once_and_the_last_release_frees_it() {
             "{transport}"
         );
         producer.release(published.lease).await.unwrap();
-        first.release(one.lease).await.unwrap();
+        first.release(one.fetched.lease).await.unwrap();
         let left = node.list().await;
         assert_eq!(
             left.slots
@@ -79,7 +78,7 @@ async fn two_consumers_read_one_prefix_at_once_and_the_last_release_frees_it() {
                 .collect::<Vec<_>>(),
             [1]
         );
-        second.release(two.lease).await.unwrap();
+        second.release(two.fetched.lease).await.unwrap();
         assert_eq!(node.list().await.used_bytes, 0, "{transport}");
     }
 }
@@ -88,21 +87,17 @@ async fn two_consumers_read_one_prefix_at_once_and_the_last_release_frees_it() {
 async fn a_byte_that_flips_after_the_seal_is_data_loss_at_the_consumer() {
     for transport in TRANSPORTS {
         let node = Node::start(transport, 16 * MIB);
-        let engine = Engine::start(&config(transport)).unwrap();
+        let hand = Hand::new(transport);
         let request = prefix(1, 100_000);
-        let sealed = seal_by_hand(&node, &engine, &request, |_| {}).await;
+        let sealed = seal_by_hand(&node, &hand, &request, |_| {}).await;
         let (reserved, sealed) = sealed.unwrap();
         let handle = sealed.handle.unwrap();
         let consumer = client(transport);
         fetch(&consumer, &handle, &geometry(1)).await.unwrap();
 
         let at = 3 * CHUNK + 5;
-        let mut damaged = remote(&reserved);
-        damaged.address += at as u64;
-        damaged.bytes = 1;
-        let soon = Deadline::after(&base::clock::SystemClock, Duration::from_secs(30));
         let flipped = Arc::new(vec![request.payload[at] ^ 0x10]);
-        engine.put(&damaged, flipped, soon).await.unwrap();
+        hand.write(&reserved, at, flipped, soon()).await.unwrap();
         let error = fetch(&consumer, &handle, &geometry(1)).await.unwrap_err();
         assert_eq!(error.code(), Code::DataLoss, "{transport}: {error}");
         let first = match error {
@@ -117,7 +112,7 @@ async fn a_byte_that_flips_after_the_seal_is_data_loss_at_the_consumer() {
         );
 
         let repaired = Arc::new(vec![request.payload[at]]);
-        engine.put(&damaged, repaired, soon).await.unwrap();
+        hand.write(&reserved, at, repaired, soon()).await.unwrap();
         let fetched = fetch(&consumer, &handle, &geometry(1)).await.unwrap();
         assert!(fetched.payload == request.payload);
     }
@@ -126,7 +121,7 @@ async fn a_byte_that_flips_after_the_seal_is_data_loss_at_the_consumer() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_seal_whose_manifest_is_wrong_is_refused_and_names_the_field() {
     let node = Node::start(Transport::Shm, 16 * MIB);
-    let engine = Engine::start(&config(Transport::Shm)).unwrap();
+    let hand = Hand::new(Transport::Shm);
     let request = prefix(1, 100_000);
     type Damage = fn(&mut v1::PrefixManifest);
     let cases: [(&str, Damage); 5] = [
@@ -137,16 +132,14 @@ async fn a_seal_whose_manifest_is_wrong_is_refused_and_names_the_field() {
         ("identity", |manifest| manifest.identity.truncate(5)),
     ];
     for (field, damage) in cases {
-        let status = seal_by_hand(&node, &engine, &request, damage)
+        let status = seal_by_hand(&node, &hand, &request, damage)
             .await
             .unwrap_err();
         let failure = proto::status::failure(&status);
         assert_eq!(failure.code, Code::InvalidArgument, "{failure}");
         assert_eq!(failure.field.as_deref(), Some(field), "{failure}");
     }
-    seal_by_hand(&node, &engine, &request, |_| {})
-        .await
-        .unwrap();
+    seal_by_hand(&node, &hand, &request, |_| {}).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -185,6 +178,7 @@ async fn a_bad_call_names_its_field_and_the_next_one_works() {
         request_id: "r".into(),
         bytes: 100,
         ttl_ms: 1000,
+        ..Default::default()
     };
     let cases = [
         (

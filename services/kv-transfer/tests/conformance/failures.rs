@@ -8,7 +8,8 @@ use kv_transfer::engine::{Engine, Transport};
 use proto::v1;
 
 use crate::support::{
-    MIB, Node, Process, TRANSPORTS, client, config, fetch, geometry, hasty_client, prefix, remote,
+    Hand, MIB, Node, Process, TRANSPORTS, client, config, fetch, geometry, hasty_client, prefix,
+    remote,
 };
 
 #[tokio::test(flavor = "multi_thread")]
@@ -26,6 +27,7 @@ async fn an_old_generation_is_refused_and_a_double_release_harms_nobody() {
         request_id: "r".into(),
         receiver: "receiver".into(),
         ttl_ms: 60_000,
+        ..Default::default()
     };
     let lease = stub.pull(held).await.unwrap().into_inner().lease;
     let release = v1::ReleaseRequest {
@@ -187,14 +189,18 @@ async fn a_service_that_hangs_costs_a_deadline_and_nothing_else() {
             .publish(&node.endpoint, prefix(16, 1000))
             .await
             .unwrap();
-        let engine = Engine::start(&config(transport)).unwrap();
+        let hand = Hand::new(transport);
         let reserve = v1::ReserveRequest {
             request_id: "r".into(),
             bytes: 64 * MIB,
             ttl_ms: 60_000,
+            ..Default::default()
         };
         let reserved = node.stub().reserve(reserve).await.unwrap().into_inner();
         let payload = Arc::new(vec![9; 64 << 20]);
+        let first = Arc::new(vec![9]);
+        let begun = super::support::soon();
+        hand.write(&reserved, 0, first, begun).await.unwrap();
 
         node.process.signal("STOP");
         let error = fetch(&hasty, &published.handle, &geometry(16))
@@ -206,12 +212,10 @@ async fn a_service_that_hangs_costs_a_deadline_and_nothing_else() {
             "{transport}: {error:?}"
         );
         let soon = Deadline::after(&base::clock::SystemClock, Duration::from_secs(2));
-        let put = engine
-            .put(&remote(&reserved), Arc::clone(&payload), soon)
-            .await;
+        let put = hand.write(&reserved, 0, Arc::clone(&payload), soon).await;
         // Shared memory needs no help of its owner; TCP does.
         match transport {
-            Transport::Shm => drop(put.unwrap()),
+            Transport::Shm => put.unwrap(),
             Transport::Tcp => assert_eq!(put.unwrap_err().code(), Code::DeadlineExceeded),
         }
         node.process.signal("CONT");
@@ -223,8 +227,8 @@ async fn a_service_that_hangs_costs_a_deadline_and_nothing_else() {
         let later = Deadline::after(&base::clock::SystemClock, Duration::from_secs(30));
         let again = async {
             // The connection that hung is cut after a grace; until then it may still be in use.
-            while engine
-                .put(&remote(&reserved), Arc::clone(&payload), later)
+            while hand
+                .write(&reserved, 0, Arc::clone(&payload), later)
                 .await
                 .is_err()
             {}
@@ -243,6 +247,7 @@ async fn a_dropped_transfer_stops_writing_long_before_its_deadline() {
         request_id: "r".into(),
         bytes: 64 * MIB,
         ttl_ms: 60_000,
+        ..Default::default()
     };
     let reserved = node.stub().reserve(reserve).await.unwrap().into_inner();
     let far = Deadline::after(&base::clock::SystemClock, Duration::from_secs(60));

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use base::Deadline;
 use kv::{KvDType, KvGeometry, Manifest, PrefixIdentity};
-use kv_transfer::engine::{Engine, EngineConfig, Remote, Transport};
-use kv_transfer::{ClientConfig, KvClient, PublishRequest, TransferError};
+use kv_transfer::engine::{EngineConfig, Remote, Transport};
+use kv_transfer::{Access, ClientConfig, Fetched, KvClient, PublishRequest, Reach, TransferError};
 use proto::v1;
 use proto::v1::kv_transfer_service_client::KvTransferServiceClient;
 use tonic::transport::Channel;
@@ -156,20 +156,64 @@ pub(crate) fn prefix(heads: usize, tokens: usize) -> PublishRequest {
     }
 }
 
+/// A prefix that was fetched, copied out and checked.
+#[derive(Debug)]
+pub(crate) struct Got {
+    pub(crate) payload: Vec<u8>,
+    pub(crate) fetched: Fetched,
+}
+
 pub(crate) async fn fetch(
     client: &KvClient,
     handle: &v1::PrefixHandle,
     geometry: &KvGeometry,
-) -> Result<kv_transfer::Fetched, TransferError> {
-    client
+) -> Result<Got, TransferError> {
+    let fetched = client
         .fetch(handle, geometry, "conformance", "receiver")
-        .await
+        .await?;
+    let payload = fetched.to_vec()?;
+    Ok(Got { payload, fetched })
 }
 
-/// Name of the UCX transport that must be in use.
-pub(crate) fn ucx_name(transport: Transport) -> &'static str {
+/// A way to slots beside the client's, for tests that do by hand what it does.
+pub(crate) struct Hand(Reach);
+
+impl Hand {
+    pub(crate) fn new(transport: Transport) -> Self {
+        Self(Reach::open(&config(transport)).unwrap())
+    }
+
+    /// Writes to a reserved slot, whatever is in it.
+    pub(crate) async fn write(
+        &self,
+        reserved: &v1::ReserveResponse,
+        at: usize,
+        bytes: Arc<Vec<u8>>,
+        deadline: Deadline,
+    ) -> Result<(), TransferError> {
+        let bytes_of_slot = reserved.region.as_ref().map_or(0, |region| region.bytes);
+        let size = bytes_of_slot.max((at + bytes.len()) as u64);
+        let place = self
+            .0
+            .place(
+                reserved.region.clone(),
+                reserved.local.clone(),
+                (size, Access::Write),
+                deadline,
+            )
+            .await?;
+        self.0.write(&place, at, bytes, deadline).await.map(drop)
+    }
+}
+
+pub(crate) fn soon() -> Deadline {
+    Deadline::after(&base::clock::SystemClock, Duration::from_secs(30))
+}
+
+/// Name of the way that must be taken.
+pub(crate) fn way(transport: Transport) -> &'static str {
     match transport {
-        Transport::Shm => "posix",
+        Transport::Shm => kv_transfer::MAPPED,
         Transport::Tcp => "tcp",
     }
 }
@@ -177,7 +221,7 @@ pub(crate) fn ucx_name(transport: Transport) -> &'static str {
 /// Reserves a slot, writes `payload` into it, and seals it with what `manifest` makes of it.
 pub(crate) async fn seal_by_hand(
     node: &Node,
-    engine: &Engine,
+    hand: &Hand,
     request: &PublishRequest,
     damage: impl FnOnce(&mut v1::PrefixManifest),
 ) -> Result<(v1::ReserveResponse, v1::SealResponse), tonic::Status> {
@@ -187,14 +231,11 @@ pub(crate) async fn seal_by_hand(
         request_id: "by-hand".into(),
         bytes,
         ttl_ms: 60_000,
+        ..Default::default()
     };
     let reserved = stub.reserve(reserve).await?.into_inner();
-    let remote = remote(&reserved);
-    let soon = Deadline::after(&base::clock::SystemClock, Duration::from_secs(30));
-    engine
-        .put(&remote, Arc::new(request.payload.clone()), soon)
-        .await
-        .unwrap();
+    let payload = Arc::new(request.payload.clone());
+    hand.write(&reserved, 0, payload, soon()).await.unwrap();
     let PublishRequest {
         identity,
         geometry,

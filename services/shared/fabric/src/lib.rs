@@ -1,4 +1,5 @@
-//! The border to UCX: the only `unsafe` code around it, for one-sided copies and for messages.
+//! The border to UCX: the only `unsafe` code around it, for one-sided copies and for messages, and to memory
+//! that several processes map.
 //!
 //! Everything here is safe to call. Handles of a worker ([`Worker`], [`Endpoint`], [`RemoteKey`],
 //! [`Transfer`], [`Sending`], [`Receiving`]) hold each other by `Rc`, so they stay on the thread
@@ -11,6 +12,7 @@ mod endpoint;
 mod memory;
 mod message;
 mod settings;
+mod shared;
 mod status;
 mod transfer;
 mod worker;
@@ -20,6 +22,7 @@ pub use endpoint::{Endpoint, Flushing, RemoteKey};
 pub use memory::PoolMemory;
 pub use message::{Announced, Arrived, Body, MAX_HEADER_BYTES, Receiving, Sending};
 pub use settings::{SettingError, Settings, Transport, settings};
+pub use shared::{Access, SharedMemory};
 pub use status::UcxError;
 pub use transfer::{Payload, Transfer};
 pub use worker::{Armed, Worker};

@@ -4,17 +4,21 @@ use std::sync::Arc;
 use ucx_rs::sys;
 
 use crate::context::Context;
+use crate::shared::SharedMemory;
 use crate::status::{UcxError, check};
 
 /// One region that peers read and write one-sided.
 ///
-/// UCX allocates it, so that peers on the node can map it. Because they write while this process
-/// runs, it is never lent out as a slice: bytes are copied in and out.
+/// Because peers write while this process runs, it is never lent out as a slice: bytes are copied in
+/// and out.
 #[derive(Debug)]
 pub struct PoolMemory {
+    // First, so that UCX forgets the memory before it goes.
     registration: Registration,
     base: NonNull<u8>,
     bytes: usize,
+    /// Owner of the memory; UCX itself when absent.
+    _shared: Option<Arc<SharedMemory>>,
 }
 
 // SAFETY: the region is plain memory that is only reached through copies of bytes.
@@ -23,7 +27,21 @@ unsafe impl Send for PoolMemory {}
 unsafe impl Sync for PoolMemory {}
 
 impl PoolMemory {
-    /// Allocates and registers `bytes` bytes.
+    /// Registers memory that processes of this node map, for peers that cannot.
+    ///
+    /// # Errors
+    /// What UCX says.
+    pub fn of_shared(context: &Arc<Context>, shared: &Arc<SharedMemory>) -> Result<Self, UcxError> {
+        let (base, bytes) = (shared.base(), shared.bytes());
+        Ok(Self {
+            registration: Registration::of_range(context, base.as_ptr(), bytes)?,
+            base,
+            bytes,
+            _shared: Some(Arc::clone(shared)),
+        })
+    }
+
+    /// Allocates, so that peers on the node can map it through UCX, and registers `bytes` bytes.
     ///
     /// # Errors
     /// What UCX says.
@@ -58,6 +76,7 @@ impl PoolMemory {
             registration,
             base,
             bytes,
+            _shared: None,
         })
     }
 

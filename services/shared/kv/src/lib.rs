@@ -8,6 +8,7 @@ mod geometry;
 mod identity;
 pub mod limits;
 mod manifest;
+mod plan;
 mod reshard;
 
 pub use checksum::{chunk_count, chunk_crc32c, chunk_range};
@@ -15,4 +16,5 @@ pub use error::KvError;
 pub use geometry::{KvDType, KvGeometry, KvHalf};
 pub use identity::{IdentityBuilder, PrefixIdentity};
 pub use manifest::Manifest;
+pub use plan::{ReadPlan, digest_bytes};
 pub use reshard::{KvCopy, KvShard, MAX_SHARDS, MAX_TOKEN_RANGES, Reshard};

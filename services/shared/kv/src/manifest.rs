@@ -51,6 +51,45 @@ impl Manifest {
         Ok(manifest)
     }
 
+    /// Announces a payload of `tokens` tokens whose checksums are to come.
+    ///
+    /// # Errors
+    /// As [`Self::validate`].
+    pub fn announce(
+        identity: PrefixIdentity,
+        geometry: KvGeometry,
+        tokens: usize,
+        chunk_bytes: usize,
+    ) -> Result<Self, KvError> {
+        geometry.validate()?;
+        let manifest = Self {
+            identity,
+            geometry,
+            tokens,
+            bytes: geometry.prefix_bytes(tokens) as u64,
+            chunk_bytes,
+            crcs: vec![],
+        };
+        manifest.validate_announced()?;
+        Ok(manifest)
+    }
+
+    /// As [`Self::validate`], when some of the checksums may still be to come.
+    ///
+    /// # Errors
+    /// As [`Self::validate`].
+    pub fn validate_announced(&self) -> Result<(), KvError> {
+        self.validate_sizes()?;
+        let max = self.chunks() as u64;
+        in_range("chunk_crc32c", self.crcs.len() as u64, 0, max)
+    }
+
+    /// Chunks of the payload; only for a manifest within its bounds.
+    #[must_use]
+    pub fn chunks(&self) -> usize {
+        usize::try_from(chunk_count(self.bytes, self.chunk_bytes)).unwrap_or(usize::MAX)
+    }
+
     /// Checks that every field lies in its bound and follows from the others. Allocates nothing.
     ///
     /// # Errors

@@ -89,6 +89,10 @@ table! {
         "Leases on the pool";
     TRANSFER_POOL = "omni_transfer_pool_bytes", Gauge, ["state"],
         "Bytes of the pool";
+    TRANSFER_CACHE = "omni_transfer_cache_total", Counter, ["outcome"],
+        "Looks for a cached prefix: hit or miss";
+    TRANSFER_CACHE_BYTES = "omni_transfer_cache_hit_bytes_total", Counter, [],
+        "Bytes of prefixes that were found in the cache";
     REGISTRY_MEMBERS = "omni_registry_members", Gauge, ["role", "state"],
         "Members alive, as the router sees them";
     REGISTRY_FOLLOWED = "omni_registry_followed", Gauge, [],

@@ -14,7 +14,17 @@ const POOL: u64 = 16 * SLOT_ALIGN;
 const IDENTITY: PrefixIdentity = PrefixIdentity([3; 32]);
 
 fn table() -> (SlotTable, ManualClock) {
-    (SlotTable::new(POOL, FIRST, REST), ManualClock::new())
+    (SlotTable::new(POOL, 0, FIRST, REST), ManualClock::new())
+}
+
+fn asks(bytes: u64) -> Reservation {
+    Reservation {
+        bytes,
+        ttl: TTL,
+        request_id: "r".into(),
+        offer: None,
+        cache: None,
+    }
 }
 
 /// A manifest of `bytes` bytes, a multiple of 4.
@@ -31,7 +41,7 @@ fn manifest(bytes: u64) -> Manifest {
 }
 
 fn reserve(table: &mut SlotTable, clock: &ManualClock, bytes: u64) -> Grant {
-    table.reserve(clock.now(), bytes, TTL, "r").unwrap()
+    table.reserve(clock.now(), asks(bytes)).unwrap()
 }
 
 fn sealed(table: &mut SlotTable, clock: &ManualClock, bytes: u64) -> Grant {
@@ -41,7 +51,12 @@ fn sealed(table: &mut SlotTable, clock: &ManualClock, bytes: u64) -> Grant {
 }
 
 fn pull(table: &mut SlotTable, clock: &ManualClock, key: LeaseKey) -> Result<Grant, TransferError> {
-    let pulled = table.pull(clock.now(), (key.slot, key.generation), IDENTITY, TTL);
+    let pulled = table.pull(
+        clock.now(),
+        (key.slot, key.generation),
+        (IDENTITY, false),
+        TTL,
+    );
     pulled.map(|(grant, _)| grant)
 }
 
@@ -49,7 +64,7 @@ fn pull(table: &mut SlotTable, clock: &ManualClock, key: LeaseKey) -> Result<Gra
 fn a_request_that_never_fits_blames_bytes_and_one_that_does_not_fit_now_says_when() {
     let (mut table, clock) = table();
     for bytes in [0, POOL + 1, u64::MAX] {
-        let error = table.reserve(clock.now(), bytes, TTL, "r").unwrap_err();
+        let error = table.reserve(clock.now(), asks(bytes)).unwrap_err();
         assert_eq!(
             (error.code(), error.field()),
             (Code::InvalidArgument, Some("bytes"))
@@ -57,7 +72,7 @@ fn a_request_that_never_fits_blames_bytes_and_one_that_does_not_fit_now_says_whe
     }
     reserve(&mut table, &clock, POOL);
     clock.advance(Duration::from_secs(4));
-    let error = table.reserve(clock.now(), 1, TTL, "r").unwrap_err();
+    let error = table.reserve(clock.now(), asks(1)).unwrap_err();
     assert_eq!(error.code(), Code::ResourceExhausted);
     assert_eq!(error.retry_after(), Some(Duration::from_secs(6)));
 }
@@ -107,7 +122,7 @@ fn another_identity_is_refused() {
     let key = sealed(&mut table, &clock, 8).key;
     let other = PrefixIdentity([9; 32]);
     let error = table
-        .pull(clock.now(), (key.slot, key.generation), other, TTL)
+        .pull(clock.now(), (key.slot, key.generation), (other, false), TTL)
         .unwrap_err();
     assert_eq!(
         (error.code(), error.field()),
@@ -161,7 +176,7 @@ fn the_memory_of_an_expired_slot_rests_before_it_is_reused() {
     clock.advance(TTL);
     assert_eq!(table.reap(clock.now()), 1);
     assert_eq!((table.leases(), table.used()), (0, POOL));
-    let error = table.reserve(clock.now(), 8, TTL, "r").unwrap_err();
+    let error = table.reserve(clock.now(), asks(8)).unwrap_err();
     assert_eq!(error.retry_after(), Some(REST));
     clock.advance(REST);
     reserve(&mut table, &clock, POOL);
@@ -207,11 +222,11 @@ fn leases_and_slots_are_bounded() {
     assert_eq!(error.code(), Code::ResourceExhausted);
 
     let pool = SLOT_ALIGN * (limits::MAX_SLOTS as u64 + 1);
-    let mut table = SlotTable::new(pool, FIRST, REST);
+    let mut table = SlotTable::new(pool, 0, FIRST, REST);
     for _ in 0..limits::MAX_SLOTS {
         reserve(&mut table, &clock, 1);
     }
-    let error = table.reserve(clock.now(), 1, TTL, "r").unwrap_err();
+    let error = table.reserve(clock.now(), asks(1)).unwrap_err();
     assert!(
         matches!(error, TransferError::TooMany { what: "slots", .. }),
         "{error}"
@@ -274,7 +289,7 @@ fn apply(
         |index: &prop::sample::Index| (!keys.is_empty()).then(|| keys[index.index(keys.len())]);
     match step {
         Step::Reserve(bytes) => {
-            let grant = table.reserve(now, *bytes, TTL, "r").ok()?;
+            let grant = table.reserve(now, asks(*bytes)).ok()?;
             keys.push(grant.key);
             return Some(grant.key.generation);
         }
@@ -286,7 +301,7 @@ fn apply(
         Step::Pull(index) => {
             let key = pick(index)?;
             let named = (key.slot, key.generation);
-            if let Ok((grant, _)) = table.pull(now, named, IDENTITY, TTL) {
+            if let Ok((grant, _)) = table.pull(now, named, (IDENTITY, false), TTL) {
                 keys.push(grant.key);
             }
         }
@@ -319,8 +334,8 @@ proptest! {
         table.reap(clock.now());
         clock.advance(REST);
         table.reap(clock.now());
-        prop_assert_eq!((table.used(), table.leases(), table.list().len()), (0, 0, 0));
-        prop_assert!(table.reserve(clock.now(), POOL, TTL, "r").is_ok());
+        prop_assert_eq!((table.used(), table.leases(), table.list(clock.now()).len()), (0, 0, 0));
+        prop_assert!(table.reserve(clock.now(), asks(POOL)).is_ok());
     }
 }
 
