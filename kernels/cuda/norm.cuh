@@ -80,7 +80,7 @@ __device__ __forceinline__ float across_row(float value, float* scratch) {
         const int lane = threadIdx.x % 32;
         if (lane == 0) scratch[threadIdx.x / 32] = value;
         __syncthreads();
-        value = across_lanes<Op, kWarps>(lane < kWarps ? scratch[lane] : Op::kNeutral);
+        value = across_lanes<Op, kWarps <= 4 ? 4 : 16>(lane < kWarps ? scratch[lane] : Op::kNeutral);
         value = __shfl_sync(0xffffffffu, value, 0);
     }
     return value;

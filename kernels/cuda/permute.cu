@@ -1,14 +1,10 @@
 // Tokens to experts and back to order, without the host: offsets of the experts' rows, the row of every choice,
 // and the copy of the tokens into their rows. (The way back, `combine`, is fused with the next norm: norm.cu.)
-#include <stdint.h>
+#include "hopper.cuh"
 
 namespace {
 
-#ifndef POSITION_BLOCK
-#define POSITION_BLOCK 512
-#endif
-constexpr int kPositionBlock = POSITION_BLOCK;
-constexpr int kBlock = 256;
+constexpr int kPositionBlock = 512;
 constexpr int kMaxExperts = 256;
 
 struct PositionArguments {
@@ -107,93 +103,28 @@ struct GatherArguments {
     int shared;           // row that token 0 has once more (then the next ones), or -1
 };
 
-#ifdef GATHER_VARIANTS
-template <int kMode>
-__device__ __forceinline__ void put(uint4* to, const uint4& v) {
-    if (kMode == 1) __stcs(to, v);
-    if (kMode == 2) __stcg(to, v);
-}
-template <int kMode>
-__device__ __forceinline__ void gather_variant(const GatherArguments& a) {
-    const int token = blockIdx.x;
-    const uint4* from = a.from + static_cast<int64_t>(token) * a.chunks;
-    const int* position = a.position + static_cast<int64_t>(token) * 8;
-    int row[9];
-#pragma unroll
-    for (int k = 0; k < 8; ++k) row[k] = __ldg(position + k);
-    row[8] = a.shared + token;
-    const uint4 v0 = __ldcs(from + threadIdx.x), v1 = __ldcs(from + threadIdx.x + kBlock);
-#pragma unroll
-    for (int k = 0; k < 9; ++k) {
-        uint4* to = a.to + static_cast<int64_t>(row[k]) * a.chunks + threadIdx.x;
-        put<kMode>(to, v0);
-        put<kMode>(to + kBlock, v1);
-    }
-}
-extern "C" __global__ void __launch_bounds__(kBlock) permute_gather_cs(const GatherArguments a) { gather_variant<1>(a); }
-extern "C" __global__ void __launch_bounds__(kBlock) permute_gather_cg(const GatherArguments a) { gather_variant<2>(a); }
-#endif
-
-// The same through shared memory and the bulk copy engine: one copy in, a copy out a place. A warp a token.
-extern "C" __global__ void __launch_bounds__(32) permute_gather_bulk(const GatherArguments a) {
+// Copies a token's row to all its places: one bulk copy in, one out a place, through shared memory of a row. A warp
+// a token.
+extern "C" __global__ void __launch_bounds__(32) permute_gather(const GatherArguments a) {
     extern __shared__ __align__(128) uint8_t row[];
     __shared__ uint64_t barrier;
     const int token = blockIdx.x, lane = threadIdx.x;
-    const uint32_t bytes = a.chunks * 16, smem = static_cast<uint32_t>(__cvta_generic_to_shared(row));
-    const uint32_t full = static_cast<uint32_t>(__cvta_generic_to_shared(&barrier));
+    const uint32_t bytes = a.chunks * sizeof(uint4);
     if (lane == 0) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full));
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(bytes) : "memory");
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem),
-                     "l"(a.from + static_cast<int64_t>(token) * a.chunks), "r"(bytes), "r"(full)
-                     : "memory");
+        hopper::barrier_init(&barrier, 1);
+        hopper::barrier_init_fence();
+        hopper::barrier_expect_bytes(&barrier, bytes);
+        hopper::bulk_load(row, a.from + static_cast<int64_t>(token) * a.chunks, bytes, &barrier);
     }
     const int places = a.top_k + (a.shared >= 0);
-    int to = 0;
-    if (lane < places) to = lane < a.top_k ? __ldg(a.position + static_cast<int64_t>(token) * a.top_k + lane) : a.shared + token;
-    __syncwarp();
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "WAIT:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n"
-        "@done bra DONE;\n"
-        "bra WAIT;\n"
-        "DONE:\n}" ::"r"(full)
-        : "memory");
-    if (lane < places) {
-        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(a.to + static_cast<int64_t>(to) * a.chunks),
-                     "r"(smem), "r"(bytes)
-                     : "memory");
-        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-        if (a.scale != nullptr) a.to_scale[to] = a.scale[token];
-        asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-    }
-}
-
-// Reads a token's row once and writes it to all its places. A block a token.
-extern "C" __global__ void __launch_bounds__(kBlock) permute_gather(const GatherArguments a) {
-    const int token = blockIdx.x;
-    const uint4* from = a.from + static_cast<int64_t>(token) * a.chunks;
     const int* position = a.position + static_cast<int64_t>(token) * a.top_k;
-    for (int c = threadIdx.x; c < a.chunks; c += 2 * kBlock) {
-        const bool two = c + kBlock < a.chunks;
-        const uint4 v0 = __ldg(from + c);
-        const uint4 v1 = two ? __ldg(from + c + kBlock) : v0;
-#pragma unroll 8
-        for (int k = 0; k < a.top_k; ++k) {
-            uint4* to = a.to + static_cast<int64_t>(__ldg(position + k)) * a.chunks + c;
-            to[0] = v0;
-            if (two) to[kBlock] = v1;
-        }
-        if (a.shared >= 0) {
-            uint4* to = a.to + static_cast<int64_t>(a.shared + token) * a.chunks + c;
-            to[0] = v0;
-            if (two) to[kBlock] = v1;
-        }
+    __syncwarp();
+    hopper::barrier_wait(&barrier, 0);
+    for (int place = lane; place < places; place += 32) {
+        const int to = place < a.top_k ? __ldg(position + place) : a.shared + token;
+        hopper::bulk_store(a.to + static_cast<int64_t>(to) * a.chunks, row, bytes);
+        if (a.scale != nullptr) a.to_scale[to] = a.scale[token];
     }
-    if (a.scale == nullptr) return;
-    const int extra = a.shared >= 0;
-    for (int k = threadIdx.x; k < a.top_k + extra; k += kBlock)
-        a.to_scale[k < a.top_k ? position[k] : a.shared + token] = a.scale[token];
+    hopper::store_commit();
+    hopper::store_wait_read<0>();  // shared memory lives until it was read
 }

@@ -34,17 +34,10 @@ struct Arguments {
 
 constexpr int kBlock = 128;
 
-// The token's projection and table rows to shared memory by the bulk copy engine: with the blocks of a
-// multiprocessor some 100 KiB are on their way at a time, and no registers wait for them.
-__device__ __forceinline__ void fetch(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     hopper::smem_address(to)),
-                 "l"(from), "r"(bytes), "r"(hopper::smem_address(barrier))
-                 : "memory");
-}
-
 // A head is owned by kDim / 16 lanes: a lane has 8 elements of the first half and their partners of the second,
 // so a rotation needs no other lane. A lane has the same elements of all its heads and reads its cosines once.
+// The bulk copy engine brings the token's projection and table rows to shared memory: with the blocks of a
+// multiprocessor some 100 KiB are on their way at a time, and no registers wait for them.
 template <int kDim>
 __device__ __forceinline__ void run(const Arguments& a) {
     extern __shared__ __align__(128) uint8_t memory[];
@@ -62,9 +55,9 @@ __device__ __forceinline__ void run(const Arguments& a) {
         hopper::barrier_init_fence();
         const uint32_t bytes = heads * kDim * sizeof(bf16);
         hopper::barrier_expect_bytes(&barrier, bytes + 2 * kTableBytes);
-        fetch(memory + 2 * kTableBytes, a.qkv + static_cast<int64_t>(token) * heads * kDim, bytes, &barrier);
-        fetch(tables, a.cosine + static_cast<int64_t>(token) * kDim, kTableBytes, &barrier);
-        fetch(tables + kDim, a.sine + static_cast<int64_t>(token) * kDim, kTableBytes, &barrier);
+        hopper::bulk_load(memory + 2 * kTableBytes, a.qkv + static_cast<int64_t>(token) * heads * kDim, bytes, &barrier);
+        hopper::bulk_load(tables, a.cosine + static_cast<int64_t>(token) * kDim, kTableBytes, &barrier);
+        hopper::bulk_load(tables + kDim, a.sine + static_cast<int64_t>(token) * kDim, kTableBytes, &barrier);
     }
     const Slot slot = a.slots[token];
     const int column = threadIdx.x % kLanes * rows::kVector;
@@ -140,7 +133,3 @@ ROPE_KERNEL(32)
 ROPE_KERNEL(64)
 ROPE_KERNEL(128)
 ROPE_KERNEL(256)
-#ifdef ROPE_VARIANTS
-extern "C" __global__ void __launch_bounds__(kBlock, 10) qkv_rope_norm_write_128_b10(const Arguments a) { run<128>(a); }
-extern "C" __global__ void __launch_bounds__(kBlock, 8) qkv_rope_norm_write_128_b8(const Arguments a) { run<128>(a); }
-#endif

@@ -3,175 +3,110 @@
 // An fp32 weight is the sum of three bf16 terms to 2^-24, and a product of two bf16 is exact in fp32: with the
 // activations in bf16, three passes of the tensor cores give what an fp32 product would, at a fraction of its time.
 // HunyuanImage-3.0 routes in fp32; near ties would otherwise choose other experts.
-#include <cuda_bf16.h>
-#include <stdint.h>
+#include "hopper.cuh"
 
 using bf16 = __nv_bfloat16;
 
 namespace {
 
 constexpr int kTerms = 3;
-constexpr int kExperts = 64;     // of one block
-constexpr int kDepth = 64;       // elements of the inner dimension in one stage: 128-byte rows
-constexpr int kRowBytes = 128;
-constexpr int kBlock = 256;
-constexpr int kWarps = kBlock / 32;
-
-__device__ __forceinline__ uint32_t smem_address(const void* pointer) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-// 16 bytes to shared memory; zeros where `valid` is false.
-__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
-}
-
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(from)
-                 : "memory");
-}
-
-__device__ __forceinline__ void multiply(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// Byte offset of 16-byte chunk `chunk` of row `row`: rows of 8 chunks, exchanged so that 8 rows use all banks.
-__device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
-    return row * kRowBytes + ((chunk ^ (row & 7)) << 4);
-}
+constexpr int kTokens = 128;   // of one block: two consumer warpgroups of 64
+constexpr int kExperts = 64;   // likewise, each of three terms
+constexpr int kDepth = 64;     // elements of the inner dimension in one stage
+constexpr int kRowBytes = 128; // of one stage
+constexpr int kStages = 5;
+constexpr int kStageBytes = (kTokens + kTerms * kExperts) * kRowBytes;
+constexpr int kThreads = 384;  // a producer warpgroup and the consumers
+// Stages that the tensor cores sum from zero. fp32 additions do the rest, in this order: the pieces of a half one
+// after the other, then the halves. It is the same whether a block adds the pieces of a half or `router_top_k` does,
+// as where there are too few tokens to fill the GPU otherwise: a token's logits do not depend on the number of tokens.
+constexpr int kPromote = 2;
+constexpr int kHalves = 2;
 
 struct LogitArguments {
-    const bf16* h;       // [tokens, width]
-    const bf16* weight;  // [3, experts, width], of `router_split`
-    float* logits;       // [gridDim.y, tokens, experts]: partial sums over the inner dimension
+    float* logits;  // [gridDim.y, tokens, experts]: partial sums over the inner dimension
     int tokens;
     int experts;
-    int width;           // a multiple of 8
+    int width;      // a multiple of 8
+    int pieces;     // of each half of the inner dimension: 1, or one of each `kPromote` stages
 };
 
-template <int kTiles, int kStages>
-struct Logits {
-    static constexpr int kRows = kWarps * 16 * kTiles;
-    static constexpr int kStageBytes = (kRows + kTerms * kExperts) * kRowBytes;
+#define ROUTER_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define ROUTER_D(i) ROUTER_D4(i), ROUTER_D4(i + 4), ROUTER_D4(i + 8), ROUTER_D4(i + 12)
 
-    const LogitArguments& a;
-    uint32_t smem;
-    int first_token;
-    int first_expert;
+// 64 rows of A times the 192 rows of B, both K-major with 128-byte swizzle; starts from zero unless `accumulate`.
+__device__ __forceinline__ void multiply_192(float (&d)[96], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+        "}, %96, %97, p, 1, 1, 0, 0;\n}"
+        : ROUTER_D(0), ROUTER_D(16), ROUTER_D(32), ROUTER_D(48), ROUTER_D(64), ROUTER_D(80)
+        : "l"(a), "l"(b), "r"(accumulate));
+}
 
-    __device__ void fetch(int stage, int tile) {
-        const uint32_t to = smem + stage * kStageBytes;
-        const int chunk = threadIdx.x % 8, column = tile * kDepth + chunk * 8;
-        const bool inside = column < a.width;
-#pragma unroll
-        for (int i = 0; i < kRows * 8 / kBlock; ++i) {
-            const int row = threadIdx.x / 8 + i * (kBlock / 8), token = first_token + row;
-            const bool valid = inside && token < a.tokens;
-            copy_async(to + swizzled(row, chunk), valid ? a.h + static_cast<int64_t>(token) * a.width + column : a.h,
-                       valid);
-        }
-#pragma unroll
-        for (int i = 0; i < kTerms * kExperts * 8 / kBlock; ++i) {
-            const int row = threadIdx.x / 8 + i * (kBlock / 8);
-            const int term = row / kExperts, expert = first_expert + row % kExperts;
-            const bool valid = inside && expert < a.experts;
-            const int64_t at = (static_cast<int64_t>(term) * a.experts + expert) * a.width + column;
-            copy_async(to + swizzled(kRows + row, chunk), valid ? a.weight + at : a.weight, valid);
-        }
-    }
-
-    // Adds one stage to `total`. The tensor cores sum 64 elements from zero; fp32 additions do the rest, since the
-    // accumulators of the tensor cores cut off instead of rounding.
-    __device__ void compute(int stage, float (&total)[kTiles][8][4]) {
-        const uint32_t from = smem + stage * kStageBytes;
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        float acc[kTiles][8][4] = {};
-#pragma unroll
-        for (int k = 0; k < kDepth / 16; ++k) {
-            uint32_t left[kTiles][4];
-#pragma unroll
-            for (int m = 0; m < kTiles; ++m)
-                load_matrices(left[m], from + swizzled((warp * kTiles + m) * 16 + lane % 16, 2 * k + lane / 16));
-#pragma unroll
-            for (int term = kTerms - 1; term >= 0; --term)  // small terms first
-#pragma unroll
-                for (int n = 0; n < 8; n += 2) {
-                    uint32_t right[4];
-                    const int row = kRows + term * kExperts + n * 8 + lane / 16 * 8 + lane % 8;
-                    load_matrices(right, from + swizzled(row, 2 * k + lane / 8 % 2));
-#pragma unroll
-                    for (int m = 0; m < kTiles; ++m) {
-                        multiply(acc[m][n], left[m], right[0], right[1]);
-                        multiply(acc[m][n + 1], left[m], right[2], right[3]);
-                    }
-                }
-        }
-#pragma unroll
-        for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-            for (int n = 0; n < 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) total[m][n][i] += acc[m][n][i];
-    }
-
-    __device__ void store(const float (&total)[kTiles][8][4]) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        float* to = a.logits + static_cast<int64_t>(blockIdx.y) * a.tokens * a.experts;
-#pragma unroll
-        for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-            for (int n = 0; n < 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int token = first_token + (warp * kTiles + m) * 16 + lane / 4 + i / 2 * 8;
-                    const int expert = first_expert + n * 8 + lane % 4 * 2 + i % 2;
-                    if (token < a.tokens && expert < a.experts)
-                        to[static_cast<int64_t>(token) * a.experts + expert] = total[m][n][i];
-                }
-    }
-
-    __device__ void run() {
-        const int tiles = (a.width + kDepth - 1) / kDepth;
-        const int per_part = (tiles + gridDim.y - 1) / gridDim.y;
-        const int begin = blockIdx.y * per_part, end = min(begin + per_part, tiles);
-        float total[kTiles][8][4] = {};
-#pragma unroll
-        for (int s = 0; s < kStages - 1; ++s) {
-            if (begin + s < end) fetch(s, begin + s);
-            asm volatile("cp.async.commit_group;" ::: "memory");
-        }
-        for (int tile = begin; tile < end; ++tile) {
-            asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
-            __syncthreads();  // the stage is there for all, and the one that is fetched next was read by all
-            const int next = tile + kStages - 1;
-            if (next < end) fetch((next - begin) % kStages, next);
-            asm volatile("cp.async.commit_group;" ::: "memory");
-            compute((tile - begin) % kStages, total);
-        }
-        store(total);
-    }
+struct Barriers {
+    uint64_t full[kStages];
+    uint64_t empty[kStages];
 };
 
-template <int kTiles, int kStages>
-__device__ __forceinline__ void logits(const LogitArguments& a) {
-    extern __shared__ __align__(1024) uint8_t memory[];
-    using Work = Logits<kTiles, kStages>;
-    Work work{a, smem_address(memory), static_cast<int>(blockIdx.x) * Work::kRows,
-              static_cast<int>(blockIdx.z) * kExperts};
-    work.run();
+__device__ __forceinline__ void produce(const CUtensorMap* h, const CUtensorMap* weight, const LogitArguments& a,
+                                        uint8_t* stages, Barriers& barriers, int begin, int end) {
+    for (int tile = begin; tile < end; ++tile) {
+        const int stage = (tile - begin) % kStages, round = (tile - begin) / kStages;
+        if (round > 0) hopper::barrier_wait(&barriers.empty[stage], (round - 1) & 1);
+        uint8_t* to = stages + stage * kStageBytes;
+        hopper::barrier_expect_bytes(&barriers.full[stage], kStageBytes);
+        hopper::copy_2d(to, h, &barriers.full[stage], tile * kDepth, blockIdx.x * kTokens);
+        for (int term = 0; term < kTerms; ++term)
+            hopper::copy_2d(to + (kTokens + term * kExperts) * kRowBytes, weight, &barriers.full[stage], tile * kDepth,
+                            term * a.experts + blockIdx.z * kExperts);
+    }
+}
+
+__device__ __forceinline__ void consume(const LogitArguments& a, const uint8_t* stages, Barriers& barriers, int begin,
+                                        int end) {
+    const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
+    float acc[96], total[32] = {};
+    for (int tile = begin; tile < end; ++tile) {
+        const int stage = (tile - begin) % kStages, since = (tile - begin) % kPromote;
+        const uint8_t* from = stages + stage * kStageBytes;
+        hopper::barrier_wait(&barriers.full[stage], (tile - begin) / kStages & 1);
+        hopper::keep(acc);
+        hopper::wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kDepth / 16; ++k)
+            multiply_192(acc, hopper::descriptor_swizzle128(from + group * 64 * kRowBytes + k * 32),
+                         hopper::descriptor_swizzle128(from + kTokens * kRowBytes + k * 32), since > 0 || k > 0);
+        hopper::wgmma_commit();
+        hopper::wgmma_wait<0>();
+        hopper::keep(acc);
+        if (thread == 0) hopper::barrier_arrive(&barriers.empty[stage]);
+        if (since == kPromote - 1 || tile == end - 1) {
+#pragma unroll
+            for (int i = 0; i < 32; ++i) total[i] += acc[i] + (acc[i + 32] + acc[i + 64]);  // small terms first
+        }
+    }
+    float* to = a.logits + static_cast<int64_t>(blockIdx.y) * a.tokens * a.experts;
+    const int row = blockIdx.x * kTokens + group * 64 + thread / 32 * 16 + thread % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+        const int token = row + i % 4 / 2 * 8, expert = blockIdx.z * kExperts + i / 4 * 8 + thread % 4 * 2 + i % 2;
+        if (token < a.tokens && expert < a.experts) to[static_cast<int64_t>(token) * a.experts + expert] = total[i];
+    }
 }
 
 struct TopKArguments {
     const float* logits;  // parts [parts], each [tokens, experts] with the strides below
     int64_t part_stride;
     int64_t token_stride;
-    int parts;
+    int halves;
+    int pieces;  // parts of a half, which are added first
     int tokens;
     int experts;
     int top_k;
@@ -183,32 +118,38 @@ struct TopKArguments {
 };
 
 constexpr int kMaxExperts = 256;
-constexpr int kAtOnce = 4;  // parts of a logit that are loaded together
 
 // A warp a token; lane l has the experts l, l + 32, ..
 template <int kEach>
 __device__ __forceinline__ void top_k(const TopKArguments& a) {
     __shared__ int counts[kMaxExperts];
+    constexpr int kAtOnce = 16 / kEach;  // parts of a logit that are loaded together
     const int lane = threadIdx.x % 32;
     for (int e = threadIdx.x; e < a.experts; e += blockDim.x) counts[e] = 0;
     __syncthreads();
     const int begin = blockIdx.x * a.tokens_per_block, end = min(begin + a.tokens_per_block, a.tokens);
     for (int token = begin + threadIdx.x / 32; token < end; token += blockDim.x / 32) {
-        float p[kEach] = {};
-        for (int first = 0; first < a.parts; first += kAtOnce) {
+        float p[kEach] = {}, sums[kEach] = {};
+        const float* logits = a.logits + token * a.token_stride + lane;
+        const int parts = a.halves * a.pieces;
+        for (int first = 0; first < parts; first += kAtOnce) {
             float part[kEach][kAtOnce];
 #pragma unroll
-            for (int i = 0; i < kEach; ++i)
+            for (int j = 0; j < kAtOnce; ++j)
 #pragma unroll
-                for (int j = 0; j < kAtOnce; ++j) {
-                    const bool there = lane + 32 * i < a.experts && first + j < a.parts;
-                    const int64_t at = token * a.token_stride + (first + j) * a.part_stride + lane + 32 * i;
-                    part[i][j] = there ? __ldg(a.logits + at) : 0.0f;
+                for (int i = 0; i < kEach; ++i) {
+                    const bool there = lane + 32 * i < a.experts && first + j < parts;
+                    part[i][j] = there ? __ldg(logits + (first + j) * a.part_stride + 32 * i) : 0.0f;
                 }
 #pragma unroll
-            for (int i = 0; i < kEach; ++i)
+            for (int j = 0; j < kAtOnce; ++j) {
+                const bool last = (first + j + 1) % a.pieces == 0;  // of its half
 #pragma unroll
-                for (int j = 0; j < kAtOnce; ++j) p[i] += part[i][j];
+                for (int i = 0; i < kEach; ++i) {
+                    sums[i] += part[i][j];
+                    if (last) p[i] += sums[i], sums[i] = 0.0f;
+                }
+            }
         }
         float largest = -INFINITY;
 #pragma unroll
@@ -277,10 +218,32 @@ extern "C" __global__ void router_split(const float* from, bf16* to, int64_t cou
     }
 }
 
-// Grid: (blocks of 128 or 256 tokens, parts, blocks of 64 experts). The parts are fixed by the caller and not by
-// the number of tokens, so that a token's sums have one order.
-extern "C" __global__ void __launch_bounds__(kBlock) router_logits_128(const LogitArguments a) { logits<1, 4>(a); }
-extern "C" __global__ void __launch_bounds__(kBlock) router_logits_256(const LogitArguments a) { logits<2, 3>(a); }
+// Grid: (blocks of 128 tokens, parts, blocks of 64 experts).
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    router_logits(const __grid_constant__ CUtensorMap h, const __grid_constant__ CUtensorMap weight, const LogitArguments a) {
+    extern __shared__ uint8_t memory[];
+    __shared__ Barriers barriers;
+    uint8_t* stages = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(memory) + 1023) & ~uintptr_t(1023));
+    const int tiles = (a.width + kDepth - 1) / kDepth, per_half = (tiles + kHalves - 1) / kHalves;
+    const int half = blockIdx.y / a.pieces * per_half, half_end = min(half + per_half, tiles);
+    const int begin = half + blockIdx.y % a.pieces * kPromote;
+    const int end = a.pieces == 1 ? half_end : min(begin + kPromote, half_end);
+    if (threadIdx.x == 0) {
+        hopper::tensor_map_prefetch(&h);
+        hopper::tensor_map_prefetch(&weight);
+        for (int i = 0; i < kStages; ++i) {
+            hopper::barrier_init(&barriers.full[i], 1);
+            hopper::barrier_init(&barriers.empty[i], 2);
+        }
+        hopper::barrier_init_fence();
+    }
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        if (threadIdx.x == 0) produce(&h, &weight, a, stages, barriers, begin, end);
+    } else {
+        consume(a, stages, barriers, begin, end);
+    }
+}
 
 extern "C" __global__ void __launch_bounds__(1024) router_top_k_64(const TopKArguments a) { top_k<2>(a); }
 extern "C" __global__ void __launch_bounds__(1024) router_top_k_256(const TopKArguments a) { top_k<8>(a); }

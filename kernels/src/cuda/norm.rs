@@ -14,61 +14,62 @@ const FILE: &str = "norm";
 const USUAL_TOP_K: usize = 8;
 /// Elements of one 16-byte access.
 const VECTOR: usize = 8;
+/// The widest row.
+const MAX_WIDTH: usize = 8192;
 
-/// The widest row and the threads a row gets, with the kernels `[rms_norm, add_rms_norm, combine, combine of 8]`.
-struct Class {
-    widest: usize,
-    threads: u32,
-    rows: usize,
-    kernels: [&'static str; 4],
+/// What happens to a row before its norm.
+#[derive(Clone, Copy)]
+enum Kind {
+    Plain,
+    Add,
+    Combine { top_k: usize },
 }
 
-const CLASSES: [Class; 4] = [
-    Class {
-        widest: 256,
-        threads: 256,
-        rows: 8,
-        kernels: [
-            "rms_norm_256",
-            "add_rms_norm_256",
-            "combine_256",
-            "combine_top8_256",
-        ],
-    },
-    Class {
-        widest: 2048,
-        threads: 256,
-        rows: 1,
-        kernels: [
-            "rms_norm_2048",
-            "add_rms_norm_2048",
-            "combine_2048",
-            "combine_top8_2048",
-        ],
-    },
-    Class {
-        widest: 4096,
-        threads: 512,
-        rows: 1,
-        kernels: [
-            "rms_norm_4096",
-            "add_rms_norm_4096",
-            "combine_4096",
-            "combine_top8_4096",
-        ],
-    },
-    Class {
-        widest: 8192,
-        threads: 512,
-        rows: 1,
-        kernels: [
-            "rms_norm_8192",
-            "add_rms_norm_8192",
-            "combine_8192",
-            "combine_top8_8192",
-        ],
-    },
-];
+/// A compiled kernel: name, threads of a block, rows of a block.
+type Kernel = (&'static str, u32, usize);
+
+/// The kernel for rows of `width` elements, up to 8192.
+fn kernel(kind: Kind, width: usize) -> Kernel {
+    let class = match width {
+        ..=256 => 0,
+        257..=2048 => 1,
+        2049..4096 => 2,
+        4096 => 3,
+        _ => 4,
+    };
+    match kind {
+        // Outputs of an expert's first half.
+        Kind::Plain if width == 3072 => ("rms_norm_is_3072", 128, 1),
+        Kind::Plain => [
+            ("rms_norm_256", 256, 8),
+            ("rms_norm_2048", 256, 1),
+            ("rms_norm_4096", 128, 1),
+            ("rms_norm_is_4096", 256, 1),
+            ("rms_norm_8192", 512, 1),
+        ][class],
+        Kind::Add => [
+            ("add_rms_norm_256", 256, 8),
+            ("add_rms_norm_2048", 256, 1),
+            ("add_rms_norm_4096", 128, 1),
+            ("add_rms_norm_is_4096", 256, 1),
+            ("add_rms_norm_8192", 512, 1),
+        ][class],
+        Kind::Combine { top_k: USUAL_TOP_K } => [
+            ("combine_top8_256", 256, 8),
+            ("combine_top8_2048", 256, 1),
+            ("combine_top8_4096", 512, 1),
+            ("combine_top8_is_4096", 512, 1),
+            ("combine_top8_8192", 512, 1),
+        ][class],
+        Kind::Combine { .. } => [
+            ("combine_256", 256, 8),
+            ("combine_2048", 256, 1),
+            ("combine_4096", 512, 1),
+            ("combine_is_4096", 512, 1),
+            ("combine_8192", 512, 1),
+        ][class],
+    }
+}
 
 /// The norm's parameters.
 #[derive(Clone, Copy, Debug)]
@@ -137,7 +138,7 @@ unsafe impl DeviceRepr for Arguments {}
 /// # Errors
 /// `Argument` naming the operand that does not fit, or what the driver says.
 pub fn rms_norm(x: &GpuTensor, norm: RmsNorm<'_>, out: NormOutput<'_>) -> Result<()> {
-    Call::new("rms_norm", x, Some(norm), out)?.run(0)
+    Call::new("rms_norm", x, Some(norm), out)?.run(Kind::Plain)
 }
 
 /// `x += y`, then `out = rms(x) * weight`; all bf16 `[tokens, width]`.
@@ -155,7 +156,7 @@ pub fn add_rms_norm(
     y.expect(OP, "y", x.shape(), GpuType::Bf16)?;
     aligned(OP, &[("y", y)])?;
     call.arguments.y = y.address();
-    call.run(1)
+    call.run(Kind::Add)
 }
 
 /// `x[t] += sum over k of gate[t, k] * rows[position[t, k]] (+ shared row)`, then the norm of the new `x` where one
@@ -207,7 +208,7 @@ pub fn combine(
         Some(first) => int(OP, "shared", first)?,
         None => -1,
     };
-    call.run(if top_k == USUAL_TOP_K { 3 } else { 2 })
+    call.run(Kind::Combine { top_k })
 }
 
 /// The rows of bf16 `x [rows, width]` in e4m3; `width` a multiple of 16 up to 8192.
@@ -219,13 +220,12 @@ pub fn quantize_rows(x: &GpuTensor, out: E4m3Rows<'_>) -> Result<()> {
         rows: None,
         e4m3: Some(out),
     };
-    Call::new("quantize_rows", x, None, out)?.run(0)
+    Call::new("quantize_rows", x, None, out)?.run(Kind::Plain)
 }
 
 /// A checked launch.
 struct Call<'a> {
     x: &'a GpuTensor,
-    class: &'static Class,
     arguments: Arguments,
 }
 
@@ -238,10 +238,10 @@ impl<'a> Call<'a> {
     ) -> Result<Self> {
         x.expect(op, "x", &[usize::MAX, usize::MAX], GpuType::Bf16)?;
         let (tokens, width) = (x.dim(0), x.dim(1));
-        let class = CLASSES.iter().find(|class| width <= class.widest);
-        let class = class.filter(|_| width > 0 && width.is_multiple_of(VECTOR));
-        let class = class
-            .ok_or_else(|| shape(op, "x", "[tokens, a multiple of 8 up to 8192]", x.shape()))?;
+        if width == 0 || width > MAX_WIDTH || !width.is_multiple_of(VECTOR) {
+            let expected = "[tokens, a multiple of 8 up to 8192]";
+            return Err(shape(op, "x", expected, x.shape()));
+        }
         aligned(op, &[("x", x)])?;
         let mut arguments = Arguments {
             x: x.address(),
@@ -280,22 +280,16 @@ impl<'a> Call<'a> {
             arguments.code = codes.address();
             arguments.scale = scales.address();
         }
-        Ok(Self {
-            x,
-            class,
-            arguments,
-        })
+        Ok(Self { x, arguments })
     }
 
-    /// Starts kernel `kind` of the width class.
-    fn run(self, kind: usize) -> Result<()> {
-        let tokens = self.x.dim(0);
+    fn run(self, kind: Kind) -> Result<()> {
+        let (tokens, width) = (self.x.dim(0), self.x.dim(1));
         if tokens == 0 {
             return Ok(());
         }
-        let blocks = tokens.div_ceil(self.class.rows) as u32;
-        let grid = Grid::linear(blocks, self.class.threads);
-        let name = self.class.kernels[kind];
+        let (name, threads, rows) = kernel(kind, width);
+        let grid = Grid::linear(tokens.div_ceil(rows) as u32, threads);
         // SAFETY: every operand was held against `tokens` and `width`, which the kernel stays within.
         unsafe { launch(self.x.gpu(), FILE, name, grid, &self.arguments) }
     }

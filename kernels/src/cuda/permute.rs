@@ -13,9 +13,13 @@ use super::tensor::{GpuTensor, GpuType};
 use crate::error::KernelError;
 
 const FILE: &str = "permute";
-const THREADS: u32 = 256;
+const POSITION_THREADS: u32 = 512;
+/// A warp copies a row.
+const GATHER_THREADS: u32 = 32;
 /// Bytes of one access.
 const CHUNK: usize = 16;
+/// Most bytes of a row: it passes through shared memory.
+const MAX_ROW_BYTES: usize = 32 << 10;
 
 /// The rows of all choices, sorted by expert and then by token. Made once for the most tokens of a step.
 #[derive(Clone, Debug)]
@@ -158,7 +162,7 @@ pub fn permute(routing: &GpuRouting, out: &mut Permutation) -> Result<()> {
     };
     let grid = Grid {
         blocks: (tokens.div_ceil(each) as u32, 1, 1),
-        threads: THREADS,
+        threads: POSITION_THREADS,
         // A bit a token of the block for every expert.
         shared: (out.experts * each / 8) as u32,
     };
@@ -210,8 +214,10 @@ fn run(
     let width = from.dim(1);
     to.expect(OP, "to", &[usize::MAX, width], dtype)?;
     aligned(OP, &[("from", from), ("to", to)])?;
-    if !(width * dtype.bytes()).is_multiple_of(CHUNK) {
-        return Err(argument(OP, "from", "needs rows of whole 16 bytes"));
+    let bytes = width * dtype.bytes();
+    if !bytes.is_multiple_of(CHUNK) || bytes > MAX_ROW_BYTES {
+        let reason = "needs rows of whole 16 bytes, up to 32 KiB";
+        return Err(argument(OP, "from", reason));
     }
     let rows = permutation.rows();
     if to.dim(0) < rows {
@@ -232,13 +238,16 @@ fn run(
         to: to.address(),
         to_scale: to_scales.map_or(0, GpuTensor::address),
         top_k: int(OP, "permutation", permutation.position.dim(1))?,
-        chunks: int(OP, "from", width * dtype.bytes() / CHUNK)?,
+        chunks: int(OP, "from", bytes / CHUNK)?,
         shared: match shared {
             Some(first) => int(OP, "permutation", first)?,
             None => -1,
         },
     };
-    let grid = Grid::linear(tokens as u32, THREADS);
+    let grid = Grid {
+        shared: bytes as u32,
+        ..Grid::linear(tokens as u32, GATHER_THREADS)
+    };
     // SAFETY: operands were held against the permutation, whose rows lie below `rows`.
     unsafe { launch(to.gpu(), FILE, "permute_gather", grid, &arguments) }
 }

@@ -8,6 +8,7 @@ use cudarc::driver::{LaunchConfig, PushKernelArg};
 use super::device::Gpu;
 use super::error::{Result, argument, shape};
 use super::launch::{Grid, aligned, int, launch};
+use super::map::{Swizzled, TensorMap};
 use super::tensor::{GpuTensor, GpuType};
 use crate::error::KernelError;
 
@@ -15,19 +16,27 @@ const OP: &str = "route";
 const FILE: &str = "router";
 /// bf16 terms of an fp32 weight.
 const TERMS: usize = 3;
-/// Parts of the inner dimension that are summed apart. Fixed, so that a token's sums have one order however many
-/// tokens there are.
-const PARTS: usize = 4;
+/// Parts of the inner dimension that are summed apart, always.
+const HALVES: usize = 2;
+/// Elements of the inner dimension that the tensor cores sum in one go. The sums of a half's pieces are added in
+/// order, by the product where there are many tokens and by the choice where few: with the same bits.
+const PIECE: usize = 128;
+/// Most tokens whose pieces are computed apart, to have work for every multiprocessor.
+const FEW_TOKENS: usize = 512;
 /// Most experts.
 const MAX_EXPERTS: usize = 256;
+/// Widest token.
+const MAX_WIDTH: usize = 8192;
 /// Most choices of a token.
 const MAX_TOP_K: usize = 32;
-/// Experts of one block of the product.
-const BLOCK_EXPERTS: usize = 64;
-/// Threads of the product.
-const LOGIT_THREADS: u32 = 256;
-/// Bytes of one row of a stage.
-const ROW_BYTES: usize = 128;
+/// Tokens and experts of one block of the product, and elements of the inner dimension of one stage.
+const BLOCK: [usize; 3] = [128, 64, 64];
+/// Threads of the product: a producer and two consumer warpgroups.
+const LOGIT_THREADS: u32 = 384;
+/// Stages in shared memory: the tokens and the three terms of the experts, and room for their alignment.
+const LOGIT_SHARED: usize = 5 * (BLOCK[0] + TERMS * BLOCK[1]) * BLOCK[2] * 2 + 1024;
+/// Threads of the split.
+const SPLIT_THREADS: u32 = 256;
 /// Threads of the choice.
 const TOP_K_THREADS: u32 = 1024;
 
@@ -38,7 +47,7 @@ pub struct RouterWeight {
 }
 
 impl RouterWeight {
-    /// Splits F32 weights `[experts, width]`: at most 256 experts, `width` a multiple of 8.
+    /// Splits F32 weights `[experts, width]`: at most 256 experts, `width` a multiple of 8 up to 8192.
     ///
     /// # Errors
     /// `Argument` naming what does not fit; those of [`GpuTensor::new`].
@@ -46,8 +55,9 @@ impl RouterWeight {
         const OP: &str = "RouterWeight::new";
         weight.expect(OP, "weight", &[usize::MAX, usize::MAX], GpuType::F32)?;
         let (experts, width) = (weight.dim(0), weight.dim(1));
-        if experts == 0 || experts > MAX_EXPERTS || width == 0 || !width.is_multiple_of(8) {
-            let expected = "[1 to 256, a multiple of 8]";
+        let fits = (1..=MAX_EXPERTS).contains(&experts) && (1..=MAX_WIDTH).contains(&width);
+        if !fits || !width.is_multiple_of(8) {
+            let expected = "[1 to 256, a multiple of 8 up to 8192]";
             return Err(shape(OP, "weight", expected, weight.shape()));
         }
         let gpu = weight.gpu();
@@ -59,7 +69,7 @@ impl RouterWeight {
         launch.arg(&from).arg(&to).arg(&count);
         let config = LaunchConfig {
             grid_dim: (gpu.multiprocessors(), 1, 1),
-            block_dim: (LOGIT_THREADS, 1, 1),
+            block_dim: (SPLIT_THREADS, 1, 1),
             shared_mem_bytes: 0,
         };
         // SAFETY: arguments are those of `router_split`: `count` weights, three times as many terms.
@@ -107,11 +117,13 @@ impl GpuRouting {
             return Err(argument(OP, "top_k", reason));
         }
         int(OP, "tokens", tokens.saturating_mul(top_k + 1))?;
+        let few = tokens.min(FEW_TOKENS) * MAX_WIDTH / PIECE;
+        let logits = experts * few.max(HALVES * tokens);
         let make = |dims: &[usize], dtype| GpuTensor::new(gpu, dims, dtype, "routing");
         Ok(Self {
             experts: make(&[tokens, top_k], GpuType::I32)?,
             gates: make(&[tokens, top_k], GpuType::F32)?,
-            logits: make(&[PARTS * tokens * experts], GpuType::F32)?,
+            logits: make(&[logits], GpuType::F32)?,
             counts: make(&[most_blocks(tokens), experts], GpuType::I32)?,
             tokens: 0,
             count: experts,
@@ -180,12 +192,11 @@ fn most_blocks(tokens: usize) -> usize {
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct LogitArguments {
-    h: u64,
-    weight: u64,
     logits: u64,
     tokens: i32,
     experts: i32,
     width: i32,
+    pieces: i32,
 }
 
 // SAFETY: plain numbers in the layout of the kernel's struct.
@@ -197,7 +208,8 @@ struct TopKArguments {
     logits: u64,
     part_stride: i64,
     token_stride: i64,
-    parts: i32,
+    halves: i32,
+    pieces: i32,
     tokens: i32,
     experts: i32,
     top_k: i32,
@@ -243,48 +255,55 @@ pub fn route(
     if tokens == 0 {
         return Ok(());
     }
-    product(h, weight, out)?;
-    choose(h.gpu(), renormalise, out)
+    let pieces = if tokens <= FEW_TOKENS {
+        width.div_ceil(PIECE * HALVES)
+    } else {
+        1
+    };
+    product(h, weight, out, pieces)?;
+    choose(h.gpu(), renormalise, out, pieces)
 }
 
-fn product(h: &GpuTensor, weight: &RouterWeight, out: &GpuRouting) -> Result<()> {
-    let (tokens, experts) = (h.dim(0), weight.experts());
-    // Large tiles where they still give every multiprocessor one.
-    let large = tokens.div_ceil(256) * PARTS >= h.gpu().multiprocessors() as usize;
-    let (name, rows, stages) = if large {
-        ("router_logits_256", 256, 3)
-    } else {
-        ("router_logits_128", 128, 4)
+fn product(h: &GpuTensor, weight: &RouterWeight, out: &GpuRouting, pieces: usize) -> Result<()> {
+    let (tokens, experts, width) = (h.dim(0), weight.experts(), weight.width());
+    let map = |tensor: &GpuTensor, rows: usize, boxed: usize| {
+        let row = width * GpuType::Bf16.bytes();
+        let boxed = [BLOCK[2], boxed];
+        TensorMap::new(tensor, &[width, rows], &[row], &boxed, Swizzled::B128)
     };
-    let shared = (rows + TERMS * BLOCK_EXPERTS) * ROW_BYTES * stages;
+    let of_h = map(h, tokens, BLOCK[0])?;
+    let of_weight = map(&weight.terms, TERMS * experts, BLOCK[1])?;
     let arguments = LogitArguments {
-        h: h.address(),
-        weight: weight.terms.address(),
         logits: out.logits.address(),
         tokens: int(OP, "h", tokens)?,
         experts: int(OP, "weight", experts)?,
-        width: int(OP, "weight", weight.width())?,
+        width: int(OP, "weight", width)?,
+        pieces: int(OP, "weight", pieces)?,
     };
-    let grid = Grid {
-        blocks: (
-            tokens.div_ceil(rows) as u32,
-            PARTS as u32,
-            experts.div_ceil(BLOCK_EXPERTS) as u32,
-        ),
-        threads: LOGIT_THREADS,
-        shared: shared as u32,
+    let gpu = h.gpu();
+    let kernel = gpu.kernel(FILE, "router_logits", LOGIT_SHARED as u32)?;
+    let mut launch = gpu.stream().launch_builder(&kernel);
+    launch.arg(&of_h).arg(&of_weight).arg(&arguments);
+    let parts = HALVES * pieces;
+    let blocks = [tokens.div_ceil(BLOCK[0]), parts, experts.div_ceil(BLOCK[1])];
+    let config = LaunchConfig {
+        grid_dim: blocks.map(|n| n as u32).into(),
+        block_dim: (LOGIT_THREADS, 1, 1),
+        shared_mem_bytes: LOGIT_SHARED as u32,
     };
-    // SAFETY: operands were checked by the caller; the logits have room for all parts of the tokens.
-    unsafe { launch(h.gpu(), FILE, name, grid, &arguments) }
+    // SAFETY: arguments are those of `router_logits`; the logits have room for all parts of the tokens.
+    unsafe { launch.launch(config) }?;
+    Ok(())
 }
 
-fn choose(gpu: &Gpu, renormalise: bool, out: &GpuRouting) -> Result<()> {
+fn choose(gpu: &Gpu, renormalise: bool, out: &GpuRouting, pieces: usize) -> Result<()> {
     let (tokens, experts, each) = (out.tokens, out.count, block_tokens(out.tokens));
     let arguments = TopKArguments {
         logits: out.logits.address(),
         part_stride: (tokens * experts) as i64,
         token_stride: experts as i64,
-        parts: PARTS as i32,
+        halves: HALVES as i32,
+        pieces: int(OP, "pieces", pieces)?,
         tokens: int(OP, "tokens", tokens)?,
         experts: int(OP, "experts", experts)?,
         top_k: int(OP, "top_k", out.top_k())?,
