@@ -14,6 +14,8 @@ use crate::error::KernelError;
 
 const OP: &str = "qkv_rope_norm_write";
 const THREADS: u32 = 128;
+/// What a block may have of shared memory without asking.
+const MAX_SHARED_BYTES: usize = 48 << 10;
 /// Words of a slot on the device.
 const SLOT_WORDS: usize = 4;
 
@@ -172,7 +174,16 @@ pub fn qkv_rope_norm_write(
         kv_heads: int(OP, "heads", input.heads.kv)?,
         eps: input.eps,
     };
-    let grid = Grid::linear(arguments.tokens as u32, THREADS);
+    // A token's projection and its two rows of tables pass through shared memory.
+    let (row, tables) = (input.heads.width(), 2 * input.heads.dim);
+    let shared = row * GpuType::Bf16.bytes() + tables * GpuType::F32.bytes();
+    if shared > MAX_SHARED_BYTES {
+        return Err(argument(OP, "heads", "are more than shared memory holds"));
+    }
+    let grid = Grid {
+        shared: shared as u32,
+        ..Grid::linear(arguments.tokens as u32, THREADS)
+    };
     // SAFETY: operands were held against the heads and tokens, the slots against the arena.
     unsafe { launch(q.gpu(), "rope", name, grid, &arguments) }
 }
