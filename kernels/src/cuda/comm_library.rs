@@ -126,17 +126,19 @@ impl Nccl {
     /// `NoLibrary` when there is none, `Library` when it is too old. Never a panic.
     pub(super) fn get() -> Result<&'static Self> {
         static LOADED: OnceLock<Result<Nccl>> = OnceLock::new();
-        let loaded = LOADED.get_or_init(|| {
-            for name in NAMES {
-                // SAFETY: runs the initialisers of a library that is made to be loaded.
-                if let Ok(library) = unsafe { Library::new(name) } {
-                    let nccl = Self::resolve(Box::leak(Box::new(library)))?;
-                    return nccl.recent();
-                }
-            }
-            Err(CudaError::NoLibrary { library: NAMES[0] })
-        });
+        let loaded = LOADED.get_or_init(|| Self::open(&NAMES));
         loaded.as_ref().map_err(Clone::clone)
+    }
+
+    /// The first of `names` that can be loaded.
+    fn open(names: &[&'static str]) -> Result<Self> {
+        for name in names {
+            // SAFETY: runs the initialisers of a library that is made to be loaded.
+            if let Ok(library) = unsafe { Library::new(*name) } {
+                return Self::resolve(Box::leak(Box::new(library)))?.recent();
+            }
+        }
+        Err(CudaError::NoLibrary { library: names[0] })
     }
 
     /// Its version: 10000 times the major one, 100 times the minor one, and the patch level.
@@ -193,4 +195,27 @@ fn text(chars: *const c_char) -> String {
     // SAFETY: not null, and the library ends its strings.
     let text = unsafe { CStr::from_ptr(chars) };
     text.to_string_lossy().trim().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_library_that_is_missing_or_another_is_a_typed_error() {
+        let library = "libnccl-of-no-machine.so";
+        let missing = Nccl::open(&[library]).err();
+        assert_eq!(missing, Some(CudaError::NoLibrary { library }));
+        let other = Nccl::open(&[library, "libc.so.6"]).err();
+        assert!(
+            matches!(
+                other,
+                Some(CudaError::Library {
+                    call: "ncclGetVersion",
+                    ..
+                })
+            ),
+            "{other:?}"
+        );
+    }
 }

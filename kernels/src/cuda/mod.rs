@@ -23,6 +23,7 @@ mod error;
 mod gemm;
 mod group_norm;
 mod launch;
+mod link;
 mod map;
 mod memory;
 mod norm;
@@ -51,6 +52,7 @@ pub use group_norm::{
     GpuGroupNorm, group_norm_apply, group_norm_coefficients, group_norm_sum_elements,
     group_norm_sums,
 };
+pub use link::{UploadRing, Uploader};
 pub use memory::DeviceBuffer;
 pub use norm::{
     E4m3Rows, ExpertOutputs, NormOutput, RmsNorm, add_rms_norm, combine, quantize_rows, rms_norm,

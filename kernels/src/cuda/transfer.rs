@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::sys::{self, CUevent_flags_enum as Flags};
+use cudarc::driver::sys::{self, CUdeviceptr, CUevent_flags_enum as Flags};
 use cudarc::driver::{CudaEvent, CudaStream, result};
 
 use super::device::Gpu;
@@ -186,9 +186,15 @@ impl CopyStream {
                 limit: to.bytes(),
             }));
         }
+        self.upload_to(to.address(), from.as_slice())
+    }
+
+    /// Copies locked memory to a place on the device; both must stay until a later mark has passed.
+    pub(crate) fn upload_to(&self, to: CUdeviceptr, from: &[u8]) -> Result<()> {
         self.gpu.context()?;
         let stream = self.stream.cu_stream();
-        // SAFETY: the source is locked memory that waits for the device before it is freed; so does the target.
-        Ok(unsafe { result::memcpy_htod_async(to.address(), from.as_slice(), stream) }?)
+        // SAFETY: the source is locked memory that waits for the device before it is freed; so does the target,
+        // which callers have found to be large enough.
+        Ok(unsafe { result::memcpy_htod_async(to, from, stream) }?)
     }
 }

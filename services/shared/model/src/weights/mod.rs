@@ -10,6 +10,8 @@ mod identity;
 mod mismatch;
 mod parts;
 mod stream;
+#[cfg(feature = "cuda")]
+mod upload;
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -26,6 +28,8 @@ use self::header::read_header;
 pub use self::mismatch::{Mismatch, ShapeMismatch};
 pub use self::parts::{Chunk, Part};
 pub use self::stream::{ChunkSink, Streamed};
+#[cfg(feature = "cuda")]
+pub use self::upload::Arrived;
 use crate::config::read_bounded;
 use crate::error::ModelError;
 

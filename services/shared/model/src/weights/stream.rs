@@ -34,6 +34,9 @@ pub trait ChunkSink {
     /// # Errors
     /// Whatever ends the stream.
     fn take(&mut self, chunk: &Chunk, slot: Self::Slot) -> Result<Option<Self::Slot>, ModelError>;
+
+    /// Takes back a buffer that is not needed any more, at the end.
+    fn keep(&mut self, slot: Self::Slot);
 }
 
 /// What was done.
@@ -178,7 +181,7 @@ impl Checkpoint {
             changed: Condvar::new(),
         };
         let readers = readers.clamp(1, chunks.len().max(1));
-        std::thread::scope(|scope| {
+        let streamed = std::thread::scope(|scope| {
             let consumer = Consumer(&ring);
             for _ in 0..readers {
                 scope.spawn(|| self.read_chunks(parts, &chunks, &ring));
@@ -193,7 +196,13 @@ impl Checkpoint {
                 streamed.bytes += chunk.bytes as u64;
             }
             Ok(streamed)
-        })
+        });
+        let board = ring.board.into_inner();
+        let board = board.unwrap_or_else(PoisonError::into_inner);
+        for slot in board.free.into_iter().chain(board.filled.into_values()) {
+            sink.keep(slot);
+        }
+        streamed
     }
 
     /// One reader.

@@ -48,6 +48,7 @@ struct Collector {
     bytes: usize,
     kept: usize,
     flying: VecDeque<Vec<u8>>,
+    back: usize,
     parts: Vec<Vec<u8>>,
     ended: Vec<usize>,
     /// Chunk at which it fails.
@@ -62,6 +63,7 @@ impl Collector {
             bytes,
             kept,
             flying: VecDeque::new(),
+            back: 0,
             parts: Vec::new(),
             ended: Vec::new(),
             fails_at: None,
@@ -93,6 +95,10 @@ impl ChunkSink for Collector {
         Ok((self.flying.len() > self.kept)
             .then(|| self.flying.pop_front())
             .flatten())
+    }
+
+    fn keep(&mut self, _slot: Vec<u8>) {
+        self.back += 1;
     }
 }
 
@@ -174,6 +180,7 @@ proptest! {
         }
         prop_assert_eq!(streamed.bytes, total);
         prop_assert_eq!(streamed.chunks, sink.taken);
+        prop_assert_eq!(sink.flying.len() + sink.back, slots);
     }
 }
 
