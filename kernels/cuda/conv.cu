@@ -14,8 +14,9 @@
 namespace conv {
 
 enum class Window { Halo, Flat };
+enum class Out { Half, Ragged, Wide };  // 16 bits, the same with columns that are no multiple of 8, fp32 or colours
 
-template <Window window, int N, bool wide_out>
+template <Window window, int N, Out out>
 struct Shape {
     static constexpr bool kFlat = window == Window::Flat;
     static constexpr int kTaps = kFlat ? 1 : 9;  // in the plane: products per pixel buffer
@@ -26,7 +27,7 @@ struct Shape {
     static constexpr int kWeightBytes = N * 128;
     static constexpr int kPixelStages = kFlat ? 4 : 2;
     static constexpr int kWeightStages = kFlat ? 4 : 6;
-    static constexpr int kStagingBytes = wide_out ? 0 : kMultipliers * kBlockRows * N * 2;
+    static constexpr int kStagingBytes = out == Out::Wide ? 0 : kMultipliers * kBlockRows * N * 2;
     static constexpr int kBarriers = 2 * (kPixelStages + kWeightStages);
     static constexpr int kSharedBytes = 1024 + kPixelStages * kPixelStride + kWeightStages * kWeightBytes +
                                         kStagingBytes + kBarriers * 8;
@@ -92,13 +93,13 @@ __device__ __forceinline__ uint64_t pixel_descriptor(const char* pointer, int pi
     return address | (uint64_t(1) << 16) | (uint64_t(pitch * 8) << 32) | (uint64_t(1) << 62);
 }
 
-template <typename T, Window window, int N, bool wide_out>
-__device__ __forceinline__ void multiply(const Launch& launch, const Shared<Shape<window, N, wide_out>>& shared,
+template <typename T, Window window, int N, Out out>
+__device__ __forceinline__ void multiply(const Launch& launch, const Shared<Shape<window, N, out>>& shared,
                                          int warpgroup) {
-    using S = Shape<window, N, wide_out>;
+    using S = Shape<window, N, out>;
     constexpr int kBlocks = kTilePixels / kBlockRows / kMultipliers;
-    using Epilogue = std::conditional_t<wide_out, FloatEpilogue<S::kFlat, N, kBlocks>,
-                                        HalfEpilogue<T, S::kFlat, N, kBlocks>>;
+    using Epilogue = std::conditional_t<out == Out::Wide, FloatEpilogue<S::kFlat, N, kBlocks>,
+                                        HalfEpilogue<T, S::kFlat, N, kBlocks, out == Out::Ragged>>;
     constexpr int kUnit = 128 / 16;  // a pixel row in the descriptor's unit of 16 bytes
     Ring<S::kPixelStages> pixel_ring;
     Ring<S::kWeightStages> weight_ring;
@@ -156,9 +157,9 @@ __device__ __forceinline__ void multiply(const Launch& launch, const Shared<Shap
     }
 }
 
-template <typename T, Window window, int N, bool wide_out>
+template <typename T, Window window, int N, Out out>
 __device__ __forceinline__ void run(const CUtensorMap* pixels, const CUtensorMap* weights, const Launch& launch) {
-    using S = Shape<window, N, wide_out>;
+    using S = Shape<window, N, out>;
     extern __shared__ char raw[];
     const Shared<S> shared(raw);
     constexpr int kWarps = kMultipliers * kWarpgroup / 32;
@@ -181,24 +182,25 @@ __device__ __forceinline__ void run(const CUtensorMap* pixels, const CUtensorMap
         if (threadIdx.x == 0) load<window, S>(launch, pixels, weights, shared, N);
     } else {
         hopper::registers_take<240>();
-        multiply<T, window, N, wide_out>(launch, shared, __shfl_sync(~0u, int(threadIdx.x) / kWarpgroup - 1, 0));
+        multiply<T, window, N, out>(launch, shared, __shfl_sync(~0u, int(threadIdx.x) / kWarpgroup - 1, 0));
     }
 }
 
 }  // namespace conv
 
-#define CONV_KERNEL(NAME, T, WINDOW, N, WIDE)                                                                 \
+#define CONV_KERNEL(NAME, T, WINDOW, N, OUT)                                                                  \
     extern "C" __global__ void __launch_bounds__(conv::kThreads, 1)                                           \
         NAME(const __grid_constant__ CUtensorMap pixels, const __grid_constant__ CUtensorMap weights,         \
              const __grid_constant__ conv::Launch launch) {                                                   \
-        conv::run<T, conv::Window::WINDOW, N, WIDE>(&pixels, &weights, launch);                               \
+        conv::run<T, conv::Window::WINDOW, N, conv::Out::OUT>(&pixels, &weights, launch);                     \
     }
 
-#define CONV_KERNELS(SUFFIX, T)                                 \
-    CONV_KERNEL(conv_halo_##SUFFIX, T, Halo, 128, false)        \
-    CONV_KERNEL(conv_halo_wide_##SUFFIX, T, Halo, 32, true)     \
-    CONV_KERNEL(conv_flat_##SUFFIX, T, Flat, 128, false)        \
-    CONV_KERNEL(conv_flat_wide_##SUFFIX, T, Flat, 128, true)
+#define CONV_KERNELS(SUFFIX, T)                             \
+    CONV_KERNEL(conv_halo_##SUFFIX, T, Halo, 128, Half)     \
+    CONV_KERNEL(conv_ragged_##SUFFIX, T, Halo, 128, Ragged) \
+    CONV_KERNEL(conv_halo_wide_##SUFFIX, T, Halo, 32, Wide) \
+    CONV_KERNEL(conv_flat_##SUFFIX, T, Flat, 128, Half)     \
+    CONV_KERNEL(conv_flat_wide_##SUFFIX, T, Flat, 128, Wide)
 
 CONV_KERNELS(bf16, __nv_bfloat16)
 CONV_KERNELS(f16, __half)

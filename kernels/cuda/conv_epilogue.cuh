@@ -71,8 +71,24 @@ __device__ __forceinline__ uint4 shortcut_spread(int repeat, const uint4& raw) {
     return make_uint4(low, low, low, low);
 }
 
+// The same one value at a time, where the columns are no whole chunks; already repeated.
+template <int passes>
+__device__ __forceinline__ void shortcut_gather(const uint16_t* from, long long stride, int repeat, int columns,
+                                                int valid, uint4 (&raw)[passes]) {
+#pragma unroll
+    for (int i = 0; i < passes; ++i) {
+        uint32_t words[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            if (i < valid && k < columns) words[k / 2] |= uint32_t(from[i * stride + (k >> repeat)]) << (k % 2 * 16);
+        }
+        raw[i] = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+}
+
 // 16-bit outputs leave through shared memory, so that a thread stores 8 channels at once.
-template <typename T, bool flat, int N, int blocks>
+// `ragged`: the columns are no multiple of 8 (of narrow models only), and go one by one.
+template <typename T, bool flat, int N, int blocks, bool ragged>
 struct HalfEpilogue {
     static constexpr int kChunks = N / 8;                     // 16-byte chunks of a row
     static constexpr int kRowsAtOnce = kWarpgroup / kChunks;  // rows a warpgroup covers in one access
@@ -103,7 +119,7 @@ struct HalfEpilogue {
                 unpack8<T>(packed, value);
                 if (launch.shortcut) {
                     float more[8];
-                    unpack8<T>(shortcut_spread(launch.shortcut_repeat, added[i]), more);
+                    unpack8<T>(shortcut_spread(ragged ? 0 : launch.shortcut_repeat, added[i]), more);
 #pragma unroll
                     for (int k = 0; k < 8; ++k) value[k] += more[k];
                     packed = pack8<T>(value);
@@ -114,7 +130,11 @@ struct HalfEpilogue {
                     sum[k / kQuad] += value[k];
                     square[k / kQuad] += value[k] * value[k];
                 }
-                *reinterpret_cast<uint4*>(out + stride.at(i)) = packed;
+                if (ragged) {
+                    store_some(out + stride.at(i), packed, launch.c_out - n);
+                } else {
+                    *reinterpret_cast<uint4*>(out + stride.at(i)) = packed;
+                }
             }
             hopper::named_sync(1 + warpgroup, kWarpgroup);
         }
@@ -129,6 +149,14 @@ struct HalfEpilogue {
         return flat ? (launch.width - at.x + 7) / 8 : launch.height - at.y;
     }
 
+    static __device__ __forceinline__ void store_some(T* to, const uint4& packed, int columns) {
+        const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            if (k < columns) reinterpret_cast<uint16_t*>(to)[k] = static_cast<uint16_t>(words[k / 2] >> (k % 2 * 16));
+        }
+    }
+
     // In flight while the accumulators are staged.
     static __device__ __forceinline__ void shortcut(const Launch& launch, const Tile& tile, int2 at, int n, int valid,
                                                     uint4 (&raw)[kPasses]) {
@@ -136,6 +164,10 @@ struct HalfEpilogue {
         const T* from = static_cast<const T*>(launch.shortcut) + tile.image * launch.shortcut_image_stride +
                         pixel * launch.shortcut_channels + (n >> launch.shortcut_repeat);
         const long long stride = (long long)(flat ? 8 : launch.width) * launch.shortcut_channels;
+        if (ragged) {
+            const uint16_t* halves = reinterpret_cast<const uint16_t*>(from);
+            return shortcut_gather(halves, stride, launch.shortcut_repeat, launch.c_out - n, valid, raw);
+        }
         switch (launch.shortcut_repeat) {
             case 0: return shortcut_read<uint4>(from, stride, valid, raw);
             case 1: return shortcut_read<uint2>(from, stride, valid, raw);

@@ -235,13 +235,12 @@ impl Call<'_> {
             }
         } else {
             self.out.expect_half(OP, "out")?;
-            if !w.c_out().is_multiple_of(CHANNEL_STEP) {
-                return Err(shape(
-                    OP,
-                    "w",
-                    "output channels in multiples of 8",
-                    w.packed.shape(),
-                ));
+            if !w
+                .c_out()
+                .is_multiple_of(if w.side == 1 { CHANNEL_STEP } else { 2 })
+            {
+                let expected = "output channels in multiples of 8, or 2 for 3x3 windows";
+                return Err(shape(OP, "w", expected, w.packed.shape()));
             }
         }
         if let Some(shortcut) = &options.shortcut {
@@ -288,10 +287,11 @@ impl Call<'_> {
         from.expect_size(OP, "shortcut", wanted, x.dtype())?;
         let repeat = shortcut.repeat;
         // A thread reads what eight columns need at once.
-        let unit = (8 / repeat.max(1)).max(1);
+        let ragged = !self.w.c_out().is_multiple_of(CHANNEL_STEP);
+        let unit = (CHANNEL_STEP / repeat.max(1)).max(1);
         let fits = repeat.is_power_of_two()
             && from.channels * repeat == self.w.c_out()
-            && from.channels.is_multiple_of(unit)
+            && (ragged || from.channels.is_multiple_of(unit))
             && from.tensor().address().is_multiple_of(16);
         if fits && self.options.first_frame == 0 {
             return Ok(());
@@ -365,7 +365,10 @@ impl Call<'_> {
 
     fn enqueue(&self, launch: &Launch, suffix: &str) -> Result<()> {
         let flat = self.w.side == 1;
+        let ragged = !self.w.c_out().is_multiple_of(CHANNEL_STEP);
         let name = match (flat, self.wide(), suffix) {
+            (false, false, "bf16") if ragged => "conv_ragged_bf16",
+            (false, false, _) if ragged => "conv_ragged_f16",
             (false, false, "bf16") => "conv_halo_bf16",
             (false, false, _) => "conv_halo_f16",
             (false, true, "bf16") => "conv_halo_wide_bf16",
