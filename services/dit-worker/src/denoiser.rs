@@ -2,7 +2,7 @@
 use std::sync::Arc;
 
 use base::clock;
-use model::{DenoiseJob, JobSpec, Latents, ModelError, PrefixKv};
+use model::{DenoiseJob, JobOptions, JobSpec, JobState, Latents, ModelError, PrefixKv};
 use parallel::{RankContext, eplb::LayerChange};
 use stage::{Ranks, StageError};
 use telemetry::{Metrics, names};
@@ -14,21 +14,85 @@ const WARM_UP_SIDE: usize = 2;
 /// Guidance of the warm-up where it must have two rows.
 const WARM_UP_GUIDANCE: f64 = 2.0;
 
+/// What a caller is told between the steps of its job.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct NewsPlan {
+    /// Steps from one checkpoint to the next; 0: none.
+    pub(crate) checkpoint_every: usize,
+    /// Previews, spread evenly over the steps.
+    pub(crate) previews: usize,
+    /// Previews are decoded by the VAE.
+    pub(crate) vae: bool,
+}
+
+impl NewsPlan {
+    /// Whether `step`, of `steps` in all, ends with a checkpoint. The last one does not: its picture
+    /// follows.
+    fn checkpoint_after(&self, step: usize, steps: usize) -> bool {
+        self.checkpoint_every > 0 && step < steps && step.is_multiple_of(self.checkpoint_every)
+    }
+
+    /// Number of the preview after `step`. Of those that fall on one step the last is shown.
+    fn preview_after(&self, step: usize, steps: usize) -> Option<usize> {
+        let at = |index: usize| ((index + 1) * steps / (self.previews + 1)).max(1);
+        (0..self.previews)
+            .rev()
+            .find(|index| step < steps && at(*index) == step)
+    }
+}
+
+/// What there is to tell after a step.
+#[derive(Debug)]
+pub(crate) struct News {
+    /// A place to go on from.
+    pub(crate) state: Option<JobState>,
+    /// Number of the preview, and the latents that the step expects at the end.
+    pub(crate) preview: Option<(usize, Latents)>,
+}
+
 /// One picture in the making on all ranks of the worker.
 #[derive(Debug)]
 pub(crate) struct RankJob {
     /// In the order of ranks; never empty.
     parts: Vec<DenoiseJob>,
+    news: NewsPlan,
 }
 
 impl RankJob {
     /// A job on every rank, each with its part of the whole prefixes in `spec`.
-    pub(crate) fn new(ranks: &Ranks, spec: &JobSpec) -> Result<Self, StageError> {
-        let part = |model: &Arc<model::Model>| DenoiseJob::new(model, spec.part_of(model.rank())?);
+    pub(crate) fn new(
+        ranks: &Ranks,
+        spec: &JobSpec,
+        options: &JobOptions,
+        news: NewsPlan,
+    ) -> Result<Self, StageError> {
+        let part = |model: &Arc<model::Model>| {
+            let options = JobOptions {
+                forecast: news.previews > 0,
+                ..options.clone()
+            };
+            DenoiseJob::with_options(model, spec.part_of(model.rank())?, options)
+        };
         let parts = ranks.models().iter().map(part);
         Ok(Self {
             parts: parts.collect::<Result<_, ModelError>>()?,
+            news,
         })
+    }
+
+    /// Where the job stands.
+    pub(crate) fn state(&self) -> Result<JobState, StageError> {
+        Ok(self.first().state()?)
+    }
+
+    /// What the last step expects the finished latents to be: only the last pipeline stage knows.
+    fn forecast(&self) -> Result<Option<Latents>, StageError> {
+        let known = self.parts.iter().rev().map(DenoiseJob::forecast);
+        Ok(known
+            .collect::<Result<Vec<_>, _>>()?
+            .into_iter()
+            .flatten()
+            .next())
     }
 
     fn first(&self) -> &DenoiseJob {
@@ -78,6 +142,7 @@ impl ModelDenoiser {
 
 impl Denoiser for ModelDenoiser {
     type Job = RankJob;
+    type News = News;
 
     fn step(&self, jobs: &mut [&mut RankJob]) -> Result<(), StageError> {
         let start = clock::now();
@@ -128,6 +193,20 @@ impl Denoiser for ModelDenoiser {
             Err(StageError::NotFinite { what: "latents" })
         }
     }
+
+    fn news(&self, job: &RankJob) -> Result<Option<News>, StageError> {
+        let (step, steps) = (job.first().step(), job.first().steps());
+        let state = job.news.checkpoint_after(step, steps).then(|| job.state());
+        let preview = match job.news.preview_after(step, steps) {
+            Some(index) => job.forecast()?.map(|latents| (index, latents)),
+            None => None,
+        };
+        let news = News {
+            state: state.transpose()?,
+            preview,
+        };
+        Ok((news.state.is_some() || news.preview.is_some()).then_some(news))
+    }
 }
 
 /// What a job weighs in a step.
@@ -167,7 +246,7 @@ pub(crate) fn warm_up(ranks: &Ranks) -> Result<(), StageError> {
         cond: Some(Arc::clone(&prefix)),
         uncond: Some(prefix),
     };
-    let job = RankJob::new(ranks, &spec)?;
+    let job = RankJob::new(ranks, &spec, &JobOptions::default(), NewsPlan::default())?;
     ranks.run(job.parts, |model, ctx, mut job| {
         model.denoise_step(ctx, &mut [&mut job])
     })?;
@@ -179,4 +258,30 @@ pub(crate) fn warm_up(ranks: &Ranks) -> Result<(), StageError> {
         &Latents::new(channels, WARM_UP_SIDE, WARM_UP_SIDE, few)?,
     )?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checkpoints_and_previews_come_at_their_steps_and_never_after_the_last() {
+        let news = NewsPlan {
+            checkpoint_every: 4,
+            previews: 3,
+            vae: false,
+        };
+        let checkpoints: Vec<usize> = (1..=8).filter(|s| news.checkpoint_after(*s, 8)).collect();
+        assert_eq!(checkpoints, [4]);
+        let previews = |steps: usize| -> Vec<(usize, usize)> {
+            (1..=steps)
+                .filter_map(|step| Some((step, news.preview_after(step, steps)?)))
+                .collect()
+        };
+        assert_eq!(previews(8), [(2, 0), (4, 1), (6, 2)]);
+        assert_eq!(previews(2), [(1, 2)]);
+        assert_eq!(previews(1), []);
+        assert_eq!(NewsPlan::default().preview_after(1, 4), None);
+        assert!(!NewsPlan::default().checkpoint_after(4, 8));
+    }
 }

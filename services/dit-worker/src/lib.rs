@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 pub mod batch;
+mod checkpoint;
 mod denoiser;
 mod fetch;
 mod order;
@@ -33,6 +34,8 @@ pub struct DitWorkerConfig {
     pub client: ClientConfig,
     /// Bounds of one packed step.
     pub limits: StepLimits,
+    /// How jobs save steps.
+    pub step_cache: model::StepCache,
     /// Requests inside the worker beyond those in the running step.
     pub max_queue: usize,
 }

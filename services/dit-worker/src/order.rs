@@ -1,11 +1,13 @@
 //! A request whose fields are understood, and the prefixes it names.
 use base::{
     Failure,
-    limits::{MAX_GUIDANCE, MAX_SEED, MAX_STEPS},
+    limits::{MAX_GUIDANCE, MAX_PREVIEWS, MAX_SEED, MAX_STEPS},
 };
-use model::ModelInfo;
-use proto::v1::{DenoiseRequest, PrefixHandle, PrefixRow, prefix_row::Kind};
+use model::{JobState, ModelInfo};
+use proto::v1::{DenoiseRequest, PrefixHandle, PrefixRow, PreviewKind, Priority, prefix_row::Kind};
 use stage::StageError;
+
+use crate::{batch::Class, checkpoint, denoiser::NewsPlan};
 
 /// What to denoise.
 #[derive(Debug, Clone)]
@@ -18,11 +20,19 @@ pub(crate) struct Order {
     pub(crate) seed: u64,
     pub(crate) cond: PrefixHandle,
     pub(crate) uncond: Option<PrefixHandle>,
+    /// Where another worker left it.
+    pub(crate) resume: Option<JobState>,
+    pub(crate) news: NewsPlan,
+    pub(crate) class: Class,
 }
 
 impl Order {
     /// Reads and checks the request; nothing has been fetched yet.
-    pub(crate) fn new(request: DenoiseRequest, info: &ModelInfo) -> Result<Self, StageError> {
+    pub(crate) fn new(
+        request: DenoiseRequest,
+        info: &ModelInfo,
+        channels: usize,
+    ) -> Result<Self, StageError> {
         let (height, width) = (request.height as usize, request.width as usize);
         let legal = |bucket: &model::Bucket| bucket.height == height && bucket.width == width;
         if !info.buckets.iter().any(legal) {
@@ -31,27 +41,31 @@ impl Order {
                 format!("{width}x{height} is no size of this model"),
             ));
         }
-        if !(1..=MAX_STEPS).contains(&request.steps) {
-            return Err(invalid(
-                "steps",
-                format!("must be 1 to {MAX_STEPS}, got {}", request.steps),
-            ));
-        }
-        // NaN is in no range.
-        if !(0.0..=MAX_GUIDANCE).contains(&request.guidance) {
-            let got = request.guidance;
-            return Err(invalid(
-                "guidance",
-                format!("must be 0 to {MAX_GUIDANCE}, got {got}"),
-            ));
-        }
-        if request.seed > MAX_SEED {
-            return Err(invalid(
-                "seed",
-                format!("must be 0 to {MAX_SEED}, got {}", request.seed),
-            ));
-        }
+        check_numbers(&request)?;
+        let kind = PreviewKind::try_from(request.preview_kind).map_err(|_| {
+            let got = request.preview_kind;
+            invalid("preview_kind", format!("{got} is no kind of preview"))
+        })?;
+        let class = class(request.priority)?;
         let (cond, uncond) = prefixes(request.rows)?;
+        let grid = (
+            height / info.pixels_per_token,
+            width / info.pixels_per_token,
+        );
+        let resume = request.resume.map(|from| {
+            let read = checkpoint::read(&from, channels, grid);
+            read.map_err(|reason| invalid("resume", reason))
+        });
+        let resume = resume.transpose()?;
+        if resume
+            .as_ref()
+            .is_some_and(|state| state.step > request.steps as usize)
+        {
+            return Err(invalid(
+                "resume",
+                "has more steps than the request".to_owned(),
+            ));
+        }
         Ok(Self {
             request_id: request.request_id,
             height,
@@ -61,8 +75,56 @@ impl Order {
             seed: request.seed,
             cond,
             uncond,
+            resume,
+            news: NewsPlan {
+                checkpoint_every: request.checkpoint_every as usize,
+                previews: request.previews as usize,
+                vae: kind == PreviewKind::Vae,
+            },
+            class,
         })
     }
+}
+
+/// Every number of the request that has bounds of its own.
+fn check_numbers(request: &DenoiseRequest) -> Result<(), StageError> {
+    if !(1..=MAX_STEPS).contains(&request.steps) {
+        return Err(invalid(
+            "steps",
+            format!("must be 1 to {MAX_STEPS}, got {}", request.steps),
+        ));
+    }
+    // NaN is in no range.
+    if !(0.0..=MAX_GUIDANCE).contains(&request.guidance) {
+        let got = request.guidance;
+        return Err(invalid(
+            "guidance",
+            format!("must be 0 to {MAX_GUIDANCE}, got {got}"),
+        ));
+    }
+    if request.seed > MAX_SEED {
+        return Err(invalid(
+            "seed",
+            format!("must be 0 to {MAX_SEED}, got {}", request.seed),
+        ));
+    }
+    if request.previews > MAX_PREVIEWS {
+        let got = request.previews;
+        return Err(invalid(
+            "previews",
+            format!("must be 0 to {MAX_PREVIEWS}, got {got}"),
+        ));
+    }
+    Ok(())
+}
+
+fn class(priority: i32) -> Result<Class, StageError> {
+    Ok(match Priority::try_from(priority) {
+        Ok(Priority::Interactive) => Class::Interactive,
+        Ok(Priority::Unspecified | Priority::Standard) => Class::Standard,
+        Ok(Priority::Background) => Class::Background,
+        Err(_) => return Err(invalid("priority", format!("{priority} is no class"))),
+    })
 }
 
 /// One cond row, and at most one uncond row.
@@ -140,20 +202,37 @@ mod tests {
             steps: 4,
             guidance: 5.0,
             seed: 7,
+            resume: Some(checkpoint::write(&state(2)).unwrap()),
+            checkpoint_every: 5,
+            previews: 2,
+            preview_kind: PreviewKind::Linear.into(),
+            priority: Priority::Background.into(),
         }
+    }
+
+    /// The latents of a picture of 2 x 4 tokens after `step` steps.
+    fn state(step: usize) -> JobState {
+        let values = (0..24).map(|i| (i as f32).sin()).collect();
+        let latents = model::Latents::new(3, 2, 4, values).unwrap();
+        JobState { step, latents }
     }
 
     #[test]
     fn a_good_request_is_read_whole() {
-        let order = Order::new(good(), &info()).unwrap();
+        let order = Order::new(good(), &info(), 3).unwrap();
         assert_eq!((order.height, order.width, order.steps), (32, 64, 4));
         assert!(order.uncond.is_some());
+        assert_eq!(order.resume.unwrap(), state(2));
+        assert_eq!(
+            (order.news.checkpoint_every, order.class),
+            (5, Class::Background)
+        );
     }
 
     #[test]
     fn each_bad_field_is_refused_by_name() {
         type Spoil = fn(&mut DenoiseRequest);
-        let cases: [(&str, Spoil); 11] = [
+        let cases: [(&str, Spoil); 18] = [
             ("size", |r| r.width = 32),
             ("size", |r| r.height = 0),
             ("steps", |r| r.steps = 0),
@@ -165,11 +244,24 @@ mod tests {
             ("rows", |r| r.rows.clear()),
             ("rows", |r| r.rows.push(row(Kind::Cond))),
             ("rows", |r| r.rows[0].prefix = None),
+            ("previews", |r| r.previews = 4),
+            ("preview_kind", |r| r.preview_kind = 9),
+            ("priority", |r| r.priority = 7),
+            ("resume", |r| r.steps = 1),
+            ("resume", |r| r.resume.as_mut().unwrap().crc32c ^= 1),
+            ("resume", |r| {
+                r.resume.as_mut().unwrap().latents.truncate(92);
+            }),
+            ("resume", |r| {
+                let mut other = state(2);
+                other.latents = model::Latents::new(3, 4, 2, vec![f32::NAN; 24]).unwrap();
+                r.resume = Some(checkpoint::write(&other).unwrap());
+            }),
         ];
         for (field, spoil) in cases {
             let mut request = good();
             spoil(&mut request);
-            let error = Order::new(request, &info()).unwrap_err();
+            let error = Order::new(request, &info(), 3).unwrap_err();
             assert_eq!(error.code(), Code::InvalidArgument, "{field}");
             assert_eq!(error.field(), Some(field), "{error}");
         }

@@ -16,14 +16,18 @@ pub(crate) struct Picture {
 pub(crate) fn make(model: &Model, latents: &Latents) -> Result<Picture, StageError> {
     let start = clock::now();
     let image = model.decode(&RankContext::single(), latents)?;
-    let png = encode(&image)?;
     Ok(Picture {
-        image: DenoiseImage {
-            width: side(image.width)?,
-            height: side(image.height)?,
-            png,
-        },
+        image: encoded(&image)?,
         decode_ms: clock::millis_since(start),
+    })
+}
+
+/// A picture on the wire.
+pub(crate) fn encoded(image: &RgbImage) -> Result<DenoiseImage, StageError> {
+    Ok(DenoiseImage {
+        width: side(image.width)?,
+        height: side(image.height)?,
+        png: encode(image)?,
     })
 }
 

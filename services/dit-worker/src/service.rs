@@ -4,14 +4,18 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
-use base::{Failure, Fault as _, MemberId, clock, limits::EVENT_QUEUE};
+use base::{
+    Code, Failure, Fault as _, MemberId, clock,
+    limits::{EVENT_QUEUE, MAX_PREVIEWS},
+};
+use futures_util::{StreamExt as _, stream::FuturesUnordered};
 use kv_transfer::KvClient;
-use model::{JobSpec, Parts};
+use model::{JobOptions, JobSpec, JobState, Latents, Parts, StepCache, preview::LinearPreview};
 use proto::{
     names,
     v1::{
-        self, DenoiseDone, DenoiseQueued, DenoiseRequest, DenoiseResponse, DenoiseStarted,
-        DenoiseStep,
+        self, DenoiseDone, DenoisePreview, DenoiseQueued, DenoiseRequest, DenoiseResponse,
+        DenoiseStarted, DenoiseStep,
         denoise_response::Event,
         dit_worker_service_server::{DitWorkerService, DitWorkerServiceServer},
     },
@@ -21,11 +25,13 @@ use stage::{Engine, Gate, RankLoad, Ranks, Stage, StageError, info};
 use telemetry::{Metrics, names as metric};
 use tokio::sync::{Semaphore, SemaphorePermit, mpsc};
 use tokio_stream::{Stream, wrappers::ReceiverStream};
+use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, service::RoutesBuilder};
 
 use crate::{
     DitWorkerConfig,
-    batch::Finished,
+    batch::Ended,
+    checkpoint,
     denoiser::{ModelDenoiser, RankJob, warm_up, weight},
     fetch::{self, Leases, Prefixes},
     order::Order,
@@ -46,6 +52,8 @@ pub struct DitWorker {
     prepare: Engine,
     /// Decodes and encodes, beside the step loop.
     decode: Engine,
+    /// Draws cheap previews.
+    preview: Engine,
     loaded: OnceLock<Loaded>,
     client: KvClient,
     config: DitWorkerConfig,
@@ -60,7 +68,9 @@ pub struct DitWorker {
 #[derive(Debug)]
 struct Loaded {
     ranks: Arc<Ranks>,
-    steps: StepLoop<RankJob>,
+    steps: StepLoop<ModelDenoiser>,
+    preview: Option<Arc<LinearPreview>>,
+    cache: StepCache,
 }
 
 type Events = mpsc::Sender<Result<DenoiseResponse, Status>>;
@@ -77,7 +87,8 @@ impl DitWorker {
             member_id: MemberId::generate(),
             gate: Gate::new(),
             prepare: Engine::start("prepare", bound)?,
-            decode: Engine::start("decode", bound)?,
+            decode: Engine::start("decode", bound * (1 + MAX_PREVIEWS as usize))?,
+            preview: Engine::start("preview", bound * MAX_PREVIEWS as usize)?,
             loaded: OnceLock::new(),
             client,
             config,
@@ -99,9 +110,16 @@ impl DitWorker {
     }
 
     /// One request from its prefixes to its picture.
-    async fn denoise(&self, request: DenoiseRequest, events: &Events) -> Result<(), StageError> {
+    async fn denoise(
+        &self,
+        request: DenoiseRequest,
+        events: &Events,
+        stop: &CancellationToken,
+    ) -> Result<(), StageError> {
         let loaded = self.loaded()?;
-        let order = Order::new(request, loaded.ranks.info())?;
+        let channels = loaded.ranks.first().config().vae.latent_channels;
+        let order = Order::new(request, loaded.ranks.info(), channels)?;
+        loaded.check_previews(&order)?;
         let _place = self
             .inside
             .try_acquire()
@@ -109,29 +127,109 @@ impl DitWorker {
                 queue: "dit-worker",
                 bound: self.config.max_queue,
             })?;
-        let resident = self.wait_for_memory(events).await?;
-        let (job, leases) = self.prepare(loaded, &order, events).await?;
+        let begin = async {
+            let resident = self.wait_for_memory(events).await?;
+            let (job, leases) = self.prepare(loaded, &order, events).await?;
+            Ok((job, leases, resident))
+        };
+        let (job, leases, resident) = or_stop(stop, begin).await?;
         let weight = weight(&job);
-        let ticket = loaded.steps.submit(job, weight)?;
-        let finished = follow(ticket, order.steps, events).await?;
-        let latents = finished.job.latents()?;
-        drop(finished.job);
+        let ticket = loaded.steps.submit(job, weight, order.class)?;
+        let ended = self.follow(loaded, ticket, (&order, events, stop)).await?;
+        let state = ended.job.state()?;
+        drop(ended.job);
         // The slots in the pool are free from here on.
         drop(leases);
         drop(resident);
-
-        let model = Arc::clone(loaded.ranks.first());
-        let picture = self
-            .decode
-            .run(move || picture::make(&model, &latents))
-            .await??;
+        if ended.parked {
+            hand_over(&state, &order, events).await?;
+            return Err(StageError::Draining);
+        }
+        let (model, latents) = (Arc::clone(loaded.ranks.first()), state.latents.clone());
+        let decode = self.decode.run(move || picture::make(&model, &latents));
+        let picture = tokio::select! {
+            picture = decode => picture??,
+            () = stop.cancelled() => {
+                hand_over(&state, &order, events).await?;
+                return Err(StageError::Draining);
+            }
+        };
         self.metrics.count(&metric::STAGE_IMAGES, &["dit-worker"]);
         send(events, Event::Image(picture.image)).await?;
         let done = DenoiseDone {
-            denoise_ms: finished.denoise_ms,
+            denoise_ms: ended.denoise_ms,
             decode_ms: picture.decode_ms,
         };
         send(events, Event::Done(done)).await
+    }
+
+    /// Passes progress on until the job ends. When the worker stops, the job comes back as it stands.
+    async fn follow(
+        &self,
+        loaded: &Loaded,
+        mut ticket: Ticket<ModelDenoiser>,
+        (order, events, stop): (&Order, &Events, &CancellationToken),
+    ) -> Result<Ended<RankJob>, StageError> {
+        if ticket.ahead > 0 {
+            queued(events, ticket.ahead).await?;
+        }
+        let mut previews = FuturesUnordered::new();
+        let mut stopping = false;
+        loop {
+            tokio::select! {
+                told = ticket.progress.recv() => {
+                    let Some(told) = told else { break };
+                    let news = told.news;
+                    let state = news.as_ref().and_then(|news| news.state.as_ref());
+                    step(told.step, order, state, events).await?;
+                    if let Some(preview) = news.and_then(|news| news.preview) {
+                        previews.push(self.preview(loaded, preview, order.news.vae));
+                    }
+                }
+                Some(preview) = previews.next() => {
+                    send(events, Event::Preview(preview?)).await?;
+                }
+                () = stop.cancelled(), if !stopping => {
+                    stopping = true;
+                    ticket.park();
+                }
+            }
+        }
+        while let Some(preview) = previews.next().await {
+            send(events, Event::Preview(preview?)).await?;
+        }
+        ticket
+            .result
+            .await
+            .map_err(|_| StageError::EngineStopped { engine: "denoise" })?
+    }
+
+    /// A preview of latents: cheap ones beside the decoder, decoded ones in line with finished pictures, so
+    /// that one decoder's memory is enough.
+    async fn preview(
+        &self,
+        loaded: &Loaded,
+        (number, latents): (usize, Latents),
+        vae: bool,
+    ) -> Result<DenoisePreview, StageError> {
+        let image = if vae {
+            let model = Arc::clone(loaded.ranks.first());
+            let made = self.decode.run(move || picture::make(&model, &latents));
+            made.await??.image
+        } else {
+            let map = loaded.preview.clone();
+            let draw = move || {
+                let map = map.as_deref().ok_or(StageError::NotReady {
+                    why: "it has no preview coefficients",
+                })?;
+                picture::encoded(&map.draw(&latents)?)
+            };
+            self.preview.run(draw).await??
+        };
+        Ok(DenoisePreview {
+            index: narrow(number),
+            image: Some(image),
+        })
     }
 
     /// Waits until there is room for one more request's prefixes.
@@ -169,6 +267,11 @@ impl DitWorker {
         send(events, Event::Started(started)).await?;
         let ranks = Arc::clone(&loaded.ranks);
         let order = order.clone();
+        let options = JobOptions {
+            resume: order.resume.clone(),
+            cache: loaded.cache.clone(),
+            ..JobOptions::default()
+        };
         self.prepare
             .run(move || {
                 let spec = JobSpec {
@@ -180,32 +283,62 @@ impl DitWorker {
                     cond: Some(cond),
                     uncond,
                 };
-                Ok::<_, StageError>((RankJob::new(&ranks, &spec)?, leases))
+                let job = RankJob::new(&ranks, &spec, &options, order.news)?;
+                Ok::<_, StageError>((job, leases))
             })
             .await?
     }
 }
 
-/// Passes progress on until the job ends.
-async fn follow(
-    mut ticket: Ticket<RankJob>,
-    steps: usize,
+impl Loaded {
+    /// Refuses previews that this model cannot make.
+    fn check_previews(&self, order: &Order) -> Result<(), StageError> {
+        if order.news.previews == 0 || order.news.vae || self.preview.is_some() {
+            return Ok(());
+        }
+        let message = format!(
+            "preview_kind: the model has no {}; `omni fit-preview` makes one",
+            model::preview::FILE
+        );
+        let mut failure = Failure::new(Code::FailedPrecondition, message);
+        failure.field = Some("preview_kind".to_owned());
+        Err(StageError::Other(failure))
+    }
+}
+
+/// The work's result, unless the worker stops first.
+async fn or_stop<T>(
+    stop: &CancellationToken,
+    work: impl Future<Output = Result<T, StageError>>,
+) -> Result<T, StageError> {
+    tokio::select! {
+        done = work => done,
+        () = stop.cancelled() => Err(StageError::Draining),
+    }
+}
+
+async fn step(
+    step: usize,
+    order: &Order,
+    state: Option<&JobState>,
     events: &Events,
-) -> Result<Finished<RankJob>, StageError> {
-    if ticket.ahead > 0 {
-        queued(events, ticket.ahead).await?;
-    }
-    while let Some(step) = ticket.progress.recv().await {
-        let step = DenoiseStep {
-            step: narrow(step),
-            steps: narrow(steps),
-        };
-        send(events, Event::Step(step)).await?;
-    }
-    ticket
-        .result
-        .await
-        .map_err(|_| StageError::EngineStopped { engine: "denoise" })?
+) -> Result<(), StageError> {
+    let step = DenoiseStep {
+        step: narrow(step),
+        steps: narrow(order.steps),
+        checkpoint: state.and_then(checkpoint::write),
+    };
+    send(events, Event::Step(step)).await
+}
+
+/// Tells the router where another worker may go on.
+async fn hand_over(state: &JobState, order: &Order, events: &Events) -> Result<(), StageError> {
+    tracing::info!(
+        request_id = order.request_id,
+        step = state.step,
+        "job handed over"
+    );
+    step(state.step, order, Some(state), events).await
 }
 
 async fn queued(events: &Events, ahead: usize) -> Result<(), StageError> {
@@ -240,7 +373,8 @@ impl Stage for DitWorker {
     async fn load(&self) -> Result<v1::ModelInfo, StageError> {
         let (dir, plan) = (self.config.model.clone(), self.config.plan);
         let balance = self.config.balance;
-        let ranks = self
+        let cache = self.config.step_cache.clone();
+        let (ranks, preview, cache) = self
             .prepare
             .run(move || {
                 let parts = Parts {
@@ -255,7 +389,10 @@ impl Stage for DitWorker {
                 };
                 let ranks = Ranks::open(&dir, load)?;
                 warm_up(&ranks)?;
-                Ok::<_, StageError>(Arc::new(ranks))
+                let channels = ranks.first().config().vae.latent_channels;
+                let preview = LinearPreview::load(&dir, channels)?.map(Arc::new);
+                let cache = cache.of_model(&dir)?;
+                Ok::<_, StageError>((Arc::new(ranks), preview, cache))
             })
             .await??;
         let denoiser = ModelDenoiser {
@@ -265,7 +402,12 @@ impl Stage for DitWorker {
         let steps = StepLoop::start(denoiser, self.config.limits, self.bound)?;
         let info = info::model_to_proto(ranks.info());
         // Loaded once; a second load would change nothing.
-        let _ = self.loaded.set(Loaded { ranks, steps });
+        let _ = self.loaded.set(Loaded {
+            ranks,
+            steps,
+            preview,
+            cache,
+        });
         Ok(info)
     }
 
@@ -322,10 +464,9 @@ impl DitWorkerService for Mounted {
             let request_id = request.request_id.clone();
             let stop = worker.gate.tasks().token();
             let ended = tokio::select! {
-                ended = Box::pin(worker.denoise(request, &events)) => ended,
+                ended = Box::pin(worker.denoise(request, &events, &stop)) => ended,
                 // The router has gone away: the job leaves at the next step boundary.
                 () = events.closed() => Err(StageError::Cancelled),
-                () = stop.cancelled() => Err(StageError::Draining),
             };
             if let Err(error) = ended {
                 log(&request_id, &error);

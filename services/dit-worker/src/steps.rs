@@ -3,7 +3,7 @@ use std::{
     fmt,
     sync::{
         Arc,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
 };
 
@@ -11,11 +11,11 @@ use base::limits::EVENT_QUEUE;
 use stage::StageError;
 use tokio::sync::{mpsc, oneshot};
 
-use crate::batch::{Batch, Denoiser, Entry, Finished, StepLimits, Weight};
+use crate::batch::{Batch, Class, Denoiser, Ended, Entry, StepLimits, Told, Weight};
 
 /// Sends jobs to the loop. When the last clone is gone, the loop ends after its last job.
-pub struct StepLoop<J> {
-    queue: mpsc::Sender<Entry<J>>,
+pub struct StepLoop<D: Denoiser> {
+    queue: mpsc::Sender<Entry<D>>,
     load: Arc<Counts>,
     max_queue: usize,
 }
@@ -27,17 +27,32 @@ struct Counts {
 }
 
 /// What a caller holds while its job runs. Dropping it cancels the job at the next step boundary.
-#[derive(Debug)]
-pub struct Ticket<J> {
+pub struct Ticket<D: Denoiser> {
     /// Jobs in the loop before this one.
     pub ahead: usize,
     /// Steps done so far; may skip some when read slowly.
-    pub progress: mpsc::Receiver<usize>,
+    pub progress: mpsc::Receiver<Told<D::News>>,
     /// How the job ended.
-    pub result: oneshot::Receiver<Result<Finished<J>, StageError>>,
+    pub result: oneshot::Receiver<Result<Ended<D::Job>, StageError>>,
+    park: Arc<AtomicBool>,
 }
 
-impl<J> Clone for StepLoop<J> {
+impl<D: Denoiser> Ticket<D> {
+    /// Asks for the job back, as it stands at the next step boundary.
+    pub fn park(&self) {
+        self.park.store(true, Ordering::Release);
+    }
+}
+
+impl<D: Denoiser> fmt::Debug for Ticket<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Ticket")
+            .field("ahead", &self.ahead)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<D: Denoiser> Clone for StepLoop<D> {
     fn clone(&self) -> Self {
         Self {
             queue: self.queue.clone(),
@@ -47,7 +62,7 @@ impl<J> Clone for StepLoop<J> {
     }
 }
 
-impl<J> fmt::Debug for StepLoop<J> {
+impl<D: Denoiser> fmt::Debug for StepLoop<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("StepLoop")
             .field("live", &self.live())
@@ -56,16 +71,12 @@ impl<J> fmt::Debug for StepLoop<J> {
     }
 }
 
-impl<J: Send + 'static> StepLoop<J> {
+impl<D: Denoiser> StepLoop<D> {
     /// Starts the thread.
     ///
     /// # Errors
     /// The operating system gives no thread, or a limit is 0.
-    pub fn start<D: Denoiser<Job = J>>(
-        denoiser: D,
-        limits: StepLimits,
-        max_queue: usize,
-    ) -> Result<Self, StageError> {
+    pub fn start(denoiser: D, limits: StepLimits, max_queue: usize) -> Result<Self, StageError> {
         for (field, value) in [
             ("max_rows", limits.max_rows),
             ("max_tokens", limits.max_tokens),
@@ -92,15 +103,13 @@ impl<J: Send + 'static> StepLoop<J> {
             max_queue,
         })
     }
-}
 
-impl<J> StepLoop<J> {
     /// Jobs in the running batch.
     pub fn live(&self) -> usize {
         self.load.live.load(Ordering::SeqCst)
     }
 
-    /// Jobs waiting to join it.
+    /// Jobs waiting to join it, parked ones included.
     pub fn waiting(&self) -> usize {
         self.load.waiting.load(Ordering::SeqCst)
     }
@@ -109,7 +118,12 @@ impl<J> StepLoop<J> {
     ///
     /// # Errors
     /// `QueueFull` at the bound, `EngineStopped` when the loop is gone.
-    pub fn submit(&self, job: J, weight: Weight) -> Result<Ticket<J>, StageError> {
+    pub fn submit(
+        &self,
+        job: D::Job,
+        weight: Weight,
+        class: Class,
+    ) -> Result<Ticket<D>, StageError> {
         let full = || StageError::QueueFull {
             queue: "denoise",
             bound: self.max_queue,
@@ -123,11 +137,14 @@ impl<J> StepLoop<J> {
             .map_err(|_| full())?;
         let (progress, seen) = mpsc::channel(EVENT_QUEUE);
         let (result, answered) = oneshot::channel();
+        let park = Arc::<AtomicBool>::default();
         let entry = Entry {
             job,
             weight,
+            class,
             progress,
             result,
+            park: Arc::clone(&park),
         };
         self.queue.try_send(entry).map_err(|error| {
             self.load.waiting.fetch_sub(1, Ordering::SeqCst);
@@ -142,16 +159,13 @@ impl<J> StepLoop<J> {
             ahead: waiting + self.live(),
             progress: seen,
             result: answered,
+            park,
         })
     }
 }
 
 /// The loop itself: sleeps while there is nothing to do, otherwise steps without a pause.
-fn drive<D: Denoiser>(
-    mut batch: Batch<D>,
-    mut entries: mpsc::Receiver<Entry<D::Job>>,
-    counts: &Counts,
-) {
+fn drive<D: Denoiser>(mut batch: Batch<D>, mut entries: mpsc::Receiver<Entry<D>>, counts: &Counts) {
     loop {
         if batch.live() + batch.waiting() == 0 {
             match entries.blocking_recv() {
@@ -166,9 +180,13 @@ fn drive<D: Denoiser>(
         batch.boundary();
         // In this order a job is for a moment counted twice, never not at all.
         counts.live.store(batch.live(), Ordering::SeqCst);
+        let now = batch.waiting();
         counts
             .waiting
-            .fetch_sub(queued - batch.waiting(), Ordering::SeqCst);
+            .fetch_add(now.saturating_sub(queued), Ordering::SeqCst);
+        counts
+            .waiting
+            .fetch_sub(queued.saturating_sub(now), Ordering::SeqCst);
         if batch.live() > 0 {
             batch.step();
             counts.live.store(batch.live(), Ordering::SeqCst);
@@ -190,11 +208,13 @@ mod tests {
     #[tokio::test]
     async fn a_job_runs_through_and_reports_every_step() {
         let steps = StepLoop::start(Fake::default(), LIMITS, 4).unwrap();
-        let mut ticket = steps.submit(FakeJob::new(1, 5), LIGHT).unwrap();
+        let mut ticket = steps
+            .submit(FakeJob::new(1, 5), LIGHT, Class::Standard)
+            .unwrap();
         assert_eq!(ticket.ahead, 0);
         let mut seen = Vec::new();
         while let Some(step) = ticket.progress.recv().await {
-            seen.push(step);
+            seen.push(step.step);
         }
         assert_eq!(seen, [1, 2, 3, 4, 5]);
         assert_eq!(ticket.result.await.unwrap().unwrap().job.done, 5);
@@ -205,13 +225,13 @@ mod tests {
     async fn the_queue_bound_is_an_error_the_caller_reads() {
         let (hold, held) = std::sync::mpsc::channel();
         let steps = StepLoop::start(Held(held.into()), LIMITS, 1).unwrap();
-        let first = steps.submit((), LIGHT).unwrap();
+        let first = steps.submit(false, LIGHT, Class::Standard).unwrap();
         while steps.waiting() > 0 {
             tokio::task::yield_now().await;
         }
-        let second = steps.submit((), LIGHT).unwrap();
+        let second = steps.submit(false, LIGHT, Class::Standard).unwrap();
         assert_eq!(second.ahead, 1);
-        let error = steps.submit((), LIGHT).unwrap_err();
+        let error = steps.submit(false, LIGHT, Class::Standard).unwrap_err();
         assert!(
             matches!(error, StageError::QueueFull { bound: 1, .. }),
             "{error}"
@@ -225,19 +245,24 @@ mod tests {
     struct Held(std::sync::Mutex<std::sync::mpsc::Receiver<()>>);
 
     impl Denoiser for Held {
-        type Job = ();
-        fn step(&self, _: &mut [&mut ()]) -> Result<(), StageError> {
+        type Job = bool;
+        type News = ();
+        fn step(&self, jobs: &mut [&mut bool]) -> Result<(), StageError> {
             let _ = self.0.lock().unwrap().recv();
+            jobs.iter_mut().for_each(|job| **job = true);
             Ok(())
         }
-        fn steps_done(&self, (): &()) -> usize {
-            1
+        fn steps_done(&self, job: &bool) -> usize {
+            usize::from(*job)
         }
-        fn is_done(&self, (): &()) -> bool {
-            true
+        fn is_done(&self, job: &bool) -> bool {
+            *job
         }
-        fn check(&self, (): &()) -> Result<(), StageError> {
+        fn check(&self, _: &bool) -> Result<(), StageError> {
             Ok(())
+        }
+        fn news(&self, _: &bool) -> Result<Option<()>, StageError> {
+            Ok(None)
         }
     }
 

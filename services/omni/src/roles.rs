@@ -12,7 +12,7 @@ use kv_transfer::{
     ClientConfig, Host, ServiceConfig,
     engine::{EngineConfig, Transport},
 };
-use model::BalanceOptions;
+use model::{BalanceOptions, StepCache};
 use parallel::eplb::EplbConfig;
 use registry::{Backend, EtcdConfig, EtcdTls, EtcdUser, RegistryError};
 use router::{RouterConfig, admission::Limits};
@@ -152,6 +152,7 @@ fn plan(role: Role, settings: &Settings, file: Option<&Path>) -> Result<Plan, Om
                     max_rows: settings.count("max_rows", 1)?,
                     max_tokens: settings.count("max_tokens", 1)?,
                 },
+                step_cache: step_cache(settings)?,
                 max_queue: settings.count("max_queue", 1)?,
             };
             Plan::DitWorker(stage_place(settings)?, config, threads(settings)?)
@@ -335,6 +336,12 @@ fn balance(settings: &Settings) -> Result<BalanceOptions, OmniError> {
         extra_slots: settings.count("eplb_extra_slots", 0)?,
         hosts: 1,
     })
+}
+
+/// How jobs save steps; what belongs to a model is read when that is loaded.
+fn step_cache(settings: &Settings) -> Result<StepCache, OmniError> {
+    let cache = settings.text("step_cache")?.parse::<StepCache>();
+    cache.map_err(|error| OmniError::Config(error.to_string()))
 }
 
 /// A setting that is a plan; whether it fits the model is seen when that is loaded.

@@ -211,7 +211,7 @@ const AR_STAGE: [Setting; 10] = [
     ),
 ];
 
-const DIT_WORKER: [Setting; 13] = [
+const DIT_WORKER: [Setting; 14] = [
     DRAIN_GRACE,
     setting(
         "listen",
@@ -249,6 +249,12 @@ const DIT_WORKER: [Setting; 13] = [
         "N",
         Value("1"),
         "Expert slots of a rank beyond an even share, for replicas of hot experts",
+    ),
+    setting(
+        "step_cache",
+        "CACHE",
+        Value("off"),
+        "Steps that do without the decoder: off, taylor or tea, with options as in taylor:interval=3",
     ),
 ];
 

@@ -2,18 +2,22 @@
 //! image comes out or the request fails; the first failure drops the others' streams.
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use base::limits::MAX_RESPONSE_BYTES;
+use base::limits::{MAX_CHECKPOINT_BYTES, MAX_RESPONSE_BYTES};
 use futures_util::future::try_join_all;
 use proto::v1::{
-    DenoiseDone, DenoiseImage, DenoiseRequest, DenoiseStarted, Image, PrefixRow, Queued, StepDone,
-    Timings, denoise_response::Event as Denoised,
-    dit_worker_service_client::DitWorkerServiceClient, generate_response::Event,
+    DenoiseCheckpoint, DenoiseDone, DenoiseImage, DenoisePreview, DenoiseRequest, DenoiseStarted,
+    DenoiseStep, Image, PrefixRow, Preview, Queued, StepDone, Timings,
+    denoise_response::Event as Denoised, dit_worker_service_client::DitWorkerServiceClient,
+    generate_response::Event,
 };
 use registry::Role;
 use tonic::Status;
 
 use super::{Lost, Prefix, Tries, Walk, protocol, stage_error};
 use crate::{RouterError, jobs::JobHandle, members::Assignment, placement::role_name};
+
+/// Steps between two checkpoints: what a worker that dies costs at most.
+const CHECKPOINT_EVERY: u32 = 4;
 
 /// One image under way.
 struct Canvas<'a> {
@@ -33,7 +37,26 @@ struct Progress {
     fetched: bool,
     step: u32,
     image: bool,
-    begun: bool,
+}
+
+/// How far an image has come, over all workers that were at it.
+#[derive(Debug, Default)]
+struct Way {
+    /// Where another worker may go on.
+    checkpoint: Option<DenoiseCheckpoint>,
+    /// Last step that the client was told of.
+    told: u32,
+    /// Previews that the client has, one bit each.
+    previews: u32,
+}
+
+impl Way {
+    /// Steps that need not be done again.
+    fn kept(&self) -> u32 {
+        self.checkpoint
+            .as_ref()
+            .map_or(0, |checkpoint| checkpoint.step)
+    }
 }
 
 /// What the denoiser told in all.
@@ -81,11 +104,23 @@ impl Walk {
 
     async fn denoise_image(&self, canvas: Canvas<'_>) -> Result<Ended, RouterError> {
         let mut tries = Tries::new(Role::DitWorker);
+        let mut way = Way::default();
         loop {
             let assignment = self.assign(&mut tries).await?;
-            match self.denoise_once(&assignment, &canvas).await {
+            let told = way.told;
+            match self.denoise_once(&assignment, &canvas, &mut way).await {
                 Ok(ended) => return Ok(ended),
-                Err(lost) => tries.again(lost, &assignment)?,
+                Err(lost) => {
+                    let lost = Lost {
+                        moved: way.told > told,
+                        ..lost
+                    };
+                    tries.again(lost, &assignment)?;
+                    tracing::info!(
+                        request_id = %self.request.request_id, image = canvas.index,
+                        from = way.kept(), "denoising goes on from its last checkpoint"
+                    );
+                }
             }
         }
     }
@@ -94,54 +129,47 @@ impl Walk {
         &self,
         assignment: &Assignment,
         canvas: &Canvas<'_>,
+        way: &mut Way,
     ) -> Result<Ended, Lost> {
-        let mut progress = Progress::default();
-        let lost = |status: &Status, begun| Lost {
-            error: stage_error(Role::DitWorker, assignment, status),
-            begun,
+        let mut progress = Progress {
+            step: way.kept(),
+            ..Progress::default()
         };
         let mut client = DitWorkerServiceClient::new(assignment.channel.clone())
             .max_decoding_message_size(MAX_RESPONSE_BYTES);
-        let request = self.denoise_request(assignment.epoch, canvas);
-        let call = client.denoise(self.timed(request));
-        let mut stream = call
-            .await
-            .map_err(|status| lost(&status, false))?
-            .into_inner();
-        loop {
-            let message = tokio::select! {
-                message = stream.message() => {
-                    message.map_err(|status| lost(&status, progress.begun))?
-                }
-                // Once fetched, the worker needs the pool no more.
-                error = canvas.prefix.held.lost(), if !progress.fetched => {
-                    return Err(Lost { error, begun: progress.begun });
-                }
-            };
-            let Some(message) = message else {
-                let error = protocol(Role::DitWorker, "ended without a result");
-                return Err(Lost {
-                    error,
-                    begun: progress.begun,
-                });
-            };
-            let Some(event) = message.event else { continue };
-            let step = self.follow(event, &mut progress, canvas, assignment).await;
-            match step {
-                Ok(None) => {}
-                Ok(Some(done)) => {
-                    return Ok(Ended {
-                        started: progress.started,
-                        done,
-                    });
-                }
-                Err(error) => {
-                    return Err(Lost {
-                        error,
-                        begun: progress.begun,
-                    });
+        let request = self.denoise_request(assignment.epoch, canvas, way);
+        let ended = async {
+            let away = |status: Status| stage_error(Role::DitWorker, assignment, &status);
+            let call = client.denoise(self.timed(request));
+            let mut stream = call.await.map_err(away)?.into_inner();
+            loop {
+                let message = tokio::select! {
+                    message = stream.message() => message.map_err(away)?,
+                    // Once fetched, the worker needs the pool no more.
+                    error = canvas.prefix.held.lost(), if !progress.fetched => return Err(error),
+                };
+                let Some(message) = message else {
+                    return Err(protocol(Role::DitWorker, "ended without a result"));
+                };
+                let Some(event) = message.event else { continue };
+                let event = self.follow(event, (&mut progress, way), canvas, assignment);
+                if let Some(done) = event.await? {
+                    return Ok(done);
                 }
             }
+        };
+        let ended = ended.await;
+        match ended {
+            Ok(done) => Ok(Ended {
+                started: progress.started,
+                done,
+            }),
+            Err(error) => Err(Lost {
+                error,
+                // Steps that are done again are the same; an image that was told is not told twice.
+                begun: progress.image,
+                moved: false,
+            }),
         }
     }
 
@@ -149,7 +177,7 @@ impl Walk {
     async fn follow(
         &self,
         event: Denoised,
-        progress: &mut Progress,
+        (progress, way): (&mut Progress, &mut Way),
         canvas: &Canvas<'_>,
         assignment: &Assignment,
     ) -> Result<Option<DenoiseDone>, RouterError> {
@@ -166,22 +194,13 @@ impl Walk {
                 progress.started = started;
                 progress.fetched = true;
             }
-            Denoised::Step(step) => {
-                progress.begun = true;
-                if step.step != progress.step + 1 || step.step > self.request.steps {
-                    return Err(protocol(Role::DitWorker, "counted its steps wrongly"));
-                }
-                progress.step = step.step;
-                canvas.stepped(step.step);
-                self.send(Event::Step(StepDone {
-                    step: step.step,
-                    steps: self.request.steps,
-                    index: canvas.index,
-                }))
-                .await?;
+            Denoised::Step(step) => self.stepped(step, (progress, way), canvas).await?,
+            Denoised::Preview(preview) if !progress.image => {
+                self.previewed(preview, way, canvas).await?;
             }
+            // It came too late to be one.
+            Denoised::Preview(_) => {}
             Denoised::Image(image) => {
-                progress.begun = true;
                 self.check_image(&image, progress)?;
                 progress.image = true;
                 let DenoiseImage { width, height, png } = image;
@@ -203,7 +222,66 @@ impl Walk {
         Ok(None)
     }
 
-    fn denoise_request(&self, epoch: u64, canvas: &Canvas<'_>) -> DenoiseRequest {
+    async fn stepped(
+        &self,
+        step: DenoiseStep,
+        (progress, way): (&mut Progress, &mut Way),
+        canvas: &Canvas<'_>,
+    ) -> Result<(), RouterError> {
+        // A job that is handed over tells the step it stands at once more.
+        if step.step < progress.step || step.step > self.request.steps {
+            return Err(protocol(Role::DitWorker, "counted its steps wrongly"));
+        }
+        progress.step = step.step;
+        if let Some(checkpoint) = step.checkpoint {
+            let size = checkpoint.latents.len();
+            if checkpoint.step != step.step || size > MAX_CHECKPOINT_BYTES {
+                return Err(protocol(
+                    Role::DitWorker,
+                    "sent a checkpoint of another step",
+                ));
+            }
+            way.checkpoint = Some(checkpoint);
+        }
+        if step.step <= way.told {
+            return Ok(());
+        }
+        way.told = step.step;
+        canvas.stepped(step.step);
+        self.send(Event::Step(StepDone {
+            step: step.step,
+            steps: self.request.steps,
+            index: canvas.index,
+        }))
+        .await
+    }
+
+    async fn previewed(
+        &self,
+        preview: DenoisePreview,
+        way: &mut Way,
+        canvas: &Canvas<'_>,
+    ) -> Result<(), RouterError> {
+        let asked = preview.index < self.request.previews;
+        let (true, Some(image)) = (asked, preview.image) else {
+            return Err(protocol(Role::DitWorker, "sent a preview nobody asked for"));
+        };
+        let bit = 1 << preview.index;
+        if way.previews & bit != 0 {
+            return Ok(());
+        }
+        way.previews |= bit;
+        self.send(Event::Preview(Preview {
+            index: canvas.index,
+            number: preview.index,
+            width: image.width,
+            height: image.height,
+            png: image.png,
+        }))
+        .await
+    }
+
+    fn denoise_request(&self, epoch: u64, canvas: &Canvas<'_>, way: &Way) -> DenoiseRequest {
         let request = &self.request;
         let rows: &[PrefixRow] = &canvas.prefix.done.rows;
         DenoiseRequest {
@@ -216,13 +294,18 @@ impl Walk {
             steps: request.steps,
             guidance: request.guidance,
             seed: request.seed_of(canvas.index),
+            resume: way.checkpoint.clone(),
+            checkpoint_every: CHECKPOINT_EVERY,
+            previews: request.previews,
+            preview_kind: request.preview_kind.into(),
+            priority: request.priority.into(),
         }
     }
 
     fn check_image(&self, image: &DenoiseImage, progress: &Progress) -> Result<(), RouterError> {
         let size = self.request.size;
-        if progress.image || progress.step != self.request.steps {
-            return Err(protocol(Role::DitWorker, "sent an image at the wrong time"));
+        if progress.image {
+            return Err(protocol(Role::DitWorker, "sent a second image"));
         }
         if (image.width, image.height) != (size.width, size.height) || image.png.is_empty() {
             return Err(protocol(Role::DitWorker, "made an image of another size"));

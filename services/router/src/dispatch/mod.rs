@@ -22,6 +22,8 @@ use crate::{
 
 /// Members that one phase of a request may be sent to.
 const MAX_ATTEMPTS: usize = 2;
+/// Times that an image goes on elsewhere after a worker was lost on the way.
+const MAX_RESUMES: usize = 8;
 /// Name of the router's own queue in `Queued`.
 const ROUTER: &str = "router";
 
@@ -43,6 +45,8 @@ struct Lost {
     error: RouterError,
     /// The client has seen a result of it: repeating it would tell the same twice.
     begun: bool,
+    /// It had come further than those before it.
+    moved: bool,
 }
 
 /// What the AR stage has published for a request: one prefix for all of its images.
@@ -59,7 +63,10 @@ struct Prefix {
 struct Tries {
     role: Role,
     tried: HashSet<String>,
+    /// That came to nothing.
     attempts: usize,
+    /// That came further before they were lost.
+    resumes: usize,
     last: Option<RouterError>,
 }
 
@@ -69,16 +76,22 @@ impl Tries {
             role,
             tried: HashSet::new(),
             attempts: 0,
+            resumes: 0,
             last: None,
         }
     }
 
     /// Another member may be asked, or the error stands.
     fn again(&mut self, lost: Lost, assignment: &Assignment) -> Result<(), RouterError> {
-        self.attempts += 1;
+        if lost.moved {
+            self.resumes += 1;
+        } else {
+            self.attempts += 1;
+        }
         let code = lost.error.code();
         let pointless = matches!(lost.error, RouterError::PrefixLost(_));
-        if lost.begun || pointless || self.attempts >= MAX_ATTEMPTS || !code.is_retryable() {
+        let enough = self.attempts >= MAX_ATTEMPTS || self.resumes > MAX_RESUMES;
+        if lost.begun || pointless || enough || !code.is_retryable() {
             return Err(lost.error);
         }
         // An epoch that was too old says nothing against the member.
@@ -87,7 +100,7 @@ impl Tries {
         }
         tracing::warn!(
             stage = role_name(self.role), member = %assignment.member_id, error = %lost.error,
-            "stage lost before its first result, trying another member"
+            "stage lost before its result, trying another member"
         );
         self.last = Some(lost.error);
         Ok(())
@@ -152,6 +165,7 @@ impl Walk {
         let lost = |status: &Status, begun| Lost {
             error: stage_error(Role::ArStage, assignment, status),
             begun,
+            moved: false,
         };
         let mut client = ArStageServiceClient::new(assignment.channel.clone());
         let call = client.prefill(self.timed(self.prefill_request(assignment.epoch)));
@@ -170,11 +184,11 @@ impl Walk {
                     let delta = Event::Text(TextDelta { text: text.text });
                     self.send(delta)
                         .await
-                        .map_err(|error| Lost { error, begun })?;
+                        .map_err(|error| lost_here(error, begun))?;
                 }
                 Some(Prefilled::Done(mut done)) => {
                     let held = self.take_rows(&mut done.rows);
-                    let held = held.map_err(|error| Lost { error, begun })?;
+                    let held = held.map_err(|error| lost_here(error, begun))?;
                     // The stage releases the leases unless its stream is read to the end.
                     while stream
                         .message()
@@ -188,10 +202,10 @@ impl Walk {
                 None => {}
             }
         }
-        Err(Lost {
-            error: protocol(Role::ArStage, "ended without a result"),
+        Err(lost_here(
+            protocol(Role::ArStage, "ended without a result"),
             begun,
-        })
+        ))
     }
 
     async fn assign(&self, tries: &mut Tries) -> Result<Assignment, RouterError> {
@@ -246,6 +260,7 @@ impl Walk {
             height: request.size.height,
             width: request.size.width,
             negative_row: request.rows > 1,
+            ..PrefillRequest::default()
         }
     }
 
@@ -279,6 +294,14 @@ impl Walk {
                 "built other rows than it was asked for",
             ))
         }
+    }
+}
+
+fn lost_here(error: RouterError, begun: bool) -> Lost {
+    Lost {
+        error,
+        begun,
+        moved: false,
     }
 }
 

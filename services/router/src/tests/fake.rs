@@ -10,9 +10,9 @@ use base::{Code, Failure, task::Tracker};
 use proto::{
     names,
     v1::{
-        Bucket, DenoiseDone, DenoiseImage, DenoiseQueued, DenoiseRequest, DenoiseResponse,
-        DenoiseStarted, DenoiseStep, ModelInfo, PrefillDone, PrefillRequest, PrefillResponse,
-        PrefixHandle, PrefixRow,
+        Bucket, DenoiseCheckpoint, DenoiseDone, DenoiseImage, DenoisePreview, DenoiseQueued,
+        DenoiseRequest, DenoiseResponse, DenoiseStarted, DenoiseStep, ModelInfo, PrefillDone,
+        PrefillRequest, PrefillResponse, PrefixHandle, PrefixRow,
         ar_stage_service_server::{ArStageService, ArStageServiceServer},
         denoise_response::Event as Denoised,
         dit_worker_service_server::{DitWorkerService, DitWorkerServiceServer},
@@ -58,6 +58,10 @@ pub(crate) struct Script {
     pub(crate) dropped: Arc<watch::Sender<usize>>,
     /// The prefixes wait for a step's permit as well.
     pub(crate) waits: bool,
+    /// Steps between the checkpoints it sends.
+    pub(crate) every: u32,
+    /// The last denoise request.
+    pub(crate) asked: Arc<Mutex<Option<DenoiseRequest>>>,
     /// Prefixes of the last denoise request.
     pub(crate) handles: Arc<Mutex<Vec<PrefixHandle>>>,
     /// Where it publishes; set when it joins.
@@ -74,6 +78,8 @@ impl Script {
             calls: Arc::new(watch::channel(0).0),
             dropped: Arc::new(watch::channel(0).0),
             waits: false,
+            every: 2,
+            asked: Arc::default(),
             handles: Arc::default(),
             pool: None,
             seen: Arc::default(),
@@ -274,6 +280,7 @@ impl ArStageService for Script {
             rows,
             prefill_ms: 1.0,
             publish_ms: 2.0,
+            ..PrefillDone::default()
         };
         let event = Some(Prefilled::Done(done));
         tx.send(Ok(PrefillResponse { event })).await.unwrap();
@@ -292,6 +299,7 @@ impl DitWorkerService for Script {
         let request = request.into_inner();
         let handles = request.rows.iter().filter_map(|row| row.prefix.clone());
         *self.handles.lock().unwrap() = handles.collect();
+        *self.asked.lock().unwrap() = Some(request.clone());
         let (tx, rx) = mpsc::channel(1);
         let act = self.act();
         match act {
@@ -335,13 +343,30 @@ impl Script {
             transport: "posix".into(),
         }))
         .await;
-        for step in 1..=request.steps {
+        let from = request.resume.as_ref().map_or(0, |from| from.step);
+        for step in from + 1..=request.steps {
             self.steps.acquire().await.unwrap().forget();
+            let due = step.is_multiple_of(self.every) && step < request.steps;
+            let checkpoint = due.then(|| DenoiseCheckpoint {
+                step,
+                latents: vec![step as u8; 8],
+                crc32c: 7,
+            });
             send(Denoised::Step(DenoiseStep {
                 step,
                 steps: request.steps,
+                checkpoint,
             }))
             .await;
+            if step <= request.previews {
+                let image = Some(DenoiseImage {
+                    width: 16,
+                    height: 16,
+                    png: vec![step as u8],
+                });
+                let index = step - 1;
+                send(Denoised::Preview(DenoisePreview { index, image })).await;
+            }
         }
         let png = request.seed.to_le_bytes().to_vec();
         let (width, height) = (request.width, request.height);

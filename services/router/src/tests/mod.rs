@@ -5,6 +5,7 @@ mod http;
 mod leases;
 mod pool;
 mod refusals;
+mod resume;
 mod walk;
 
 use std::time::Duration;

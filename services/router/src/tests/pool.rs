@@ -9,9 +9,11 @@ use base::{Code, Failure, clock, task};
 use proto::{
     names,
     v1::{
-        ListSlotsRequest, ListSlotsResponse, PrefixHandle, PullRequest, PullResponse,
-        ReleaseRequest, ReleaseResponse, RenewRequest, RenewResponse, ReserveRequest,
-        ReserveResponse, SealRequest, SealResponse,
+        EvictRequest, EvictResponse, FollowRequest, FollowResponse, ListSlotsRequest,
+        ListSlotsResponse, LookupRequest, LookupResponse, PinRequest, PinResponse, PrefixHandle,
+        PullRequest, PullResponse, ReleaseRequest, ReleaseResponse, RenewRequest, RenewResponse,
+        ReserveRequest, ReserveResponse, SealPartRequest, SealPartResponse, SealRequest,
+        SealResponse,
         kv_transfer_service_server::{KvTransferService, KvTransferServiceServer},
     },
 };
@@ -182,5 +184,33 @@ impl KvTransferService for Service {
         _: Request<ListSlotsRequest>,
     ) -> Result<Response<ListSlotsResponse>, Status> {
         Err(Status::unimplemented("list"))
+    }
+
+    async fn seal_part(
+        &self,
+        _: Request<SealPartRequest>,
+    ) -> Result<Response<SealPartResponse>, Status> {
+        Err(Status::unimplemented("seal_part"))
+    }
+
+    type FollowStream = tokio_stream::Empty<Result<FollowResponse, Status>>;
+
+    async fn follow(
+        &self,
+        _: Request<FollowRequest>,
+    ) -> Result<Response<Self::FollowStream>, Status> {
+        Err(Status::unimplemented("follow"))
+    }
+
+    async fn lookup(&self, _: Request<LookupRequest>) -> Result<Response<LookupResponse>, Status> {
+        Err(Status::unimplemented("lookup"))
+    }
+
+    async fn pin(&self, _: Request<PinRequest>) -> Result<Response<PinResponse>, Status> {
+        Err(Status::unimplemented("pin"))
+    }
+
+    async fn evict(&self, _: Request<EvictRequest>) -> Result<Response<EvictResponse>, Status> {
+        Err(Status::unimplemented("evict"))
     }
 }

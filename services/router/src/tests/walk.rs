@@ -19,6 +19,8 @@ fn names(events: &[Event]) -> Vec<&'static str> {
         Event::Step(_) => "step",
         Event::Image(_) => "image",
         Event::Done(_) => "done",
+        Event::Preview(_) => "preview",
+        Event::Written(_) => "written",
     };
     events.iter().map(name).collect()
 }

@@ -2,12 +2,12 @@
 //! request is told apart from an empty cluster; [`Checked::resolve`] fills in the model's defaults.
 use base::{
     RequestId,
-    limits::{MAX_GUIDANCE, MAX_IMAGES, MAX_PROMPT_CHARS, MAX_SEED, MAX_STEPS},
+    limits::{MAX_GUIDANCE, MAX_IMAGES, MAX_PREVIEWS, MAX_PROMPT_CHARS, MAX_SEED, MAX_STEPS},
     rng::Source,
 };
 use proto::{
     size::Size,
-    v1::{Accepted, GenerateRequest, ModelInfo, Quality, SizePolicy},
+    v1::{Accepted, GenerateRequest, ModelInfo, PreviewKind, Priority, Quality, SizePolicy},
 };
 
 use crate::{RouterError, sizes};
@@ -34,6 +34,9 @@ pub struct Checked {
     template: String,
     quality: Quality,
     n: u32,
+    previews: u32,
+    preview_kind: PreviewKind,
+    priority: Priority,
 }
 
 /// Everything a stage needs to know, nothing left open.
@@ -67,6 +70,12 @@ pub struct ValidRequest {
     pub tokens: u64,
     /// steps x rows x image tokens x images.
     pub cost: u64,
+    /// Previews of each image.
+    pub previews: u32,
+    /// How they are made.
+    pub preview_kind: PreviewKind,
+    /// Who goes first.
+    pub priority: Priority,
 }
 
 /// Checks every field that can be checked without a model.
@@ -93,6 +102,9 @@ pub fn check(request: GenerateRequest) -> Result<Checked, RouterError> {
         size: size(request.size)?,
         quality: quality(request.quality, steps)?,
         n,
+        previews: previews(request.previews)?,
+        preview_kind: preview_kind(request.preview_kind)?,
+        priority: priority(request.priority)?,
     })
 }
 
@@ -137,6 +149,9 @@ impl Checked {
             rows,
             tokens,
             cost: cost(tokens, steps, rows, self.n),
+            previews: self.previews,
+            preview_kind: self.preview_kind,
+            priority: self.priority,
         })
     }
 }
@@ -160,6 +175,7 @@ impl ValidRequest {
             cost: self.cost,
             n: self.n,
             template: self.template.clone(),
+            ..Accepted::default()
         }
     }
 }
@@ -251,6 +267,28 @@ fn images(n: u32) -> Result<u32, RouterError> {
         return Err(RouterError::invalid("n", reason));
     }
     Ok(n.max(1))
+}
+
+fn previews(count: u32) -> Result<u32, RouterError> {
+    if count > MAX_PREVIEWS {
+        let reason = format!("must be 0 to {MAX_PREVIEWS}, got {count}");
+        return Err(RouterError::invalid("previews", reason));
+    }
+    Ok(count)
+}
+
+fn preview_kind(number: i32) -> Result<PreviewKind, RouterError> {
+    PreviewKind::try_from(number).map_err(|_| {
+        let reason = format!("must be LINEAR or VAE, got number {number}");
+        RouterError::invalid("preview_kind", reason)
+    })
+}
+
+fn priority(number: i32) -> Result<Priority, RouterError> {
+    Priority::try_from(number).map_err(|_| {
+        let reason = format!("must be INTERACTIVE, STANDARD or BACKGROUND, got number {number}");
+        RouterError::invalid("priority", reason)
+    })
 }
 
 /// Largest seed of the first of `n` images.

@@ -244,6 +244,8 @@ prop_compose! {
         GenerateRequest {
             request_id, model, prompt, size, size_policy: size_policy % 4, steps, seed,
             guidance: scale, template, system_prompt, n: n % 12, quality: size_policy % 5,
+            previews: n % 5, preview_kind: size_policy % 4, priority: size_policy % 5,
+            ..GenerateRequest::default()
         }
     }
 }

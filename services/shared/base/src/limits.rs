@@ -17,12 +17,17 @@ pub const MAX_GUIDANCE: f64 = 100.0;
 pub const MAX_SEED: u64 = i64::MAX as u64;
 /// Images one request may ask for.
 pub const MAX_IMAGES: u32 = 10;
+/// Previews one image may have.
+pub const MAX_PREVIEWS: u32 = 3;
 
 /// Largest request message a server decodes, in bytes. Far above two prompts of 4-byte characters,
 /// so that a prompt that is too long is still read and blamed by name.
 pub const MAX_REQUEST_BYTES: usize = 4 * 1024 * 1024;
 /// Largest response message a client decodes, in bytes: one PNG of the largest bucket, and slack.
 pub const MAX_RESPONSE_BYTES: usize = 64 * 1024 * 1024;
+
+/// Largest checkpoint of a denoise job, in bytes of latents; a job with larger ones goes without.
+pub const MAX_CHECKPOINT_BYTES: usize = 1 << 20;
 
 /// Events of one request that may wait for a slow reader.
 pub const EVENT_QUEUE: usize = 64;

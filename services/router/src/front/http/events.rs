@@ -5,7 +5,7 @@ use std::time::Duration;
 use axum::body::{Body, Bytes};
 use base::{Code, Failure};
 use futures_util::stream;
-use proto::v1::{Done, StepDone, generate_response::Event};
+use proto::v1::{Done, Image, Preview, StepDone, generate_response::Event};
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
 
@@ -88,6 +88,25 @@ impl Feed {
                 Ok(self.teller.progress(None, omni))
             }
             Some(Event::Text(text)) => Ok(self.teller.text(&text.text)),
+            Some(Event::Preview(preview)) => {
+                let Preview {
+                    index,
+                    number,
+                    width,
+                    height,
+                    png,
+                } = preview;
+                let image = Image {
+                    index,
+                    width,
+                    height,
+                    png,
+                    ..Image::default()
+                };
+                let size = format!("{width}x{height}");
+                let picture = self.desk.draw(image, self.teller.run.output).await?;
+                Ok(self.teller.preview(&picture, number, &size))
+            }
             Some(Event::Image(image)) => {
                 let picture = self.desk.draw(image, self.teller.run.output).await?;
                 Ok(self.teller.image(picture))
@@ -97,7 +116,7 @@ impl Feed {
                 self.teller.done(&done)
             }
             // Told in the opening; and a newer router may say more.
-            Some(Event::Accepted(_)) | None => Ok(String::new()),
+            Some(_) | None => Ok(String::new()),
         }
     }
 }
@@ -177,6 +196,26 @@ impl Teller {
         }
         self.pictures.push(picture);
         told
+    }
+
+    fn preview(&self, picture: &Picture, number: u32, size: &str) -> String {
+        match self.dialect {
+            Dialect::Images => {
+                const NAME: &str = "image_generation.partial_image";
+                let data = json!({
+                    "type": NAME,
+                    "b64_json": picture.base64(),
+                    "created_at": self.run.created,
+                    "background": "opaque",
+                    "output_format": self.run.output.format.name(),
+                    "size": size,
+                    "partial_image_index": number,
+                    "image_index": picture.index,
+                });
+                event(NAME, &data)
+            }
+            Dialect::Chat => String::new(),
+        }
     }
 
     fn completed(&self, picture: &Picture, done: Option<&Done>) -> String {

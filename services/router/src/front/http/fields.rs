@@ -2,7 +2,8 @@
 //! [`super::openapi`] documents it. Bounds are those of [`base::limits`], which [`crate::validate`]
 //! checks once more for every door.
 use base::limits::{
-    MAX_GUIDANCE, MAX_IMAGES, MAX_PROMPT_CHARS, MAX_REQUEST_DEADLINE, MAX_SEED, MAX_STEPS,
+    MAX_GUIDANCE, MAX_IMAGES, MAX_PREVIEWS, MAX_PROMPT_CHARS, MAX_REQUEST_DEADLINE, MAX_SEED,
+    MAX_STEPS,
 };
 
 use super::pictures::MAX_PICTURES;
@@ -174,9 +175,9 @@ pub(super) const FIELDS: &[Field] = &[
     ),
     field(
         "partial_images",
-        Kind::Whole(0, 3),
+        Kind::Whole(0, MAX_PREVIEWS as u64),
         IMAGES,
-        "Previews. This version has none: anything above 0 is answered with status 501.",
+        "Previews of each image, spread over its steps; only with stream. Default 0.",
     ),
     field(
         "modalities",
@@ -225,6 +226,18 @@ pub(super) const FIELDS: &[Field] = &[
         Kind::Word(&["pretrain", "instruct"]),
         ALL,
         "Prompt template. Absent: the model's default.",
+    ),
+    extension(
+        "preview_kind",
+        Kind::Word(&["linear", "vae"]),
+        IMAGES,
+        "How previews are made: linear (default), cheap and a quarter of the size, or vae.",
+    ),
+    extension(
+        "priority",
+        Kind::Word(&["interactive", "standard", "background"]),
+        ALL,
+        "Who goes first; a lower class goes on later from where it stood. Default standard.",
     ),
     extension(
         "system_prompt",

@@ -1,8 +1,8 @@
 //! From checked fields to what the router is asked and how the answer is written.
 use std::time::Duration;
 
-use base::{Code, Failure, RequestId, limits::MAX_SEED};
-use proto::v1::{GenerateRequest, Quality, SizePolicy};
+use base::{Failure, RequestId, limits::MAX_SEED};
+use proto::v1::{GenerateRequest, PreviewKind, Priority, Quality, SizePolicy};
 
 use super::{
     encode::{BEST, Format, Output},
@@ -31,13 +31,10 @@ impl Order {
         prompt: String,
         system_prompt: String,
     ) -> Result<Self, Failure> {
-        if fields
-            .whole("partial_images")
-            .is_some_and(|count| count > 0)
-        {
-            let message = "partial_images above 0 is not built in this version";
-            let failure = Failure::new(Code::Unimplemented, message);
-            return Err(failure.with_field("partial_images"));
+        let previews = narrow(fields.whole("partial_images")).unwrap_or(0);
+        if previews > 0 && !fields.flag("stream") {
+            let reason = "partial_images above 0 needs stream, or nobody would see them";
+            return Err(Failure::invalid("partial_images", reason));
         }
         if let Some(user) = fields.text("user") {
             tracing::debug!(request_id = %id, user, "request of a named user");
@@ -68,6 +65,17 @@ impl Order {
                 Some("high" | "hd") => Quality::High.into(),
                 _ => Quality::Unspecified.into(),
             },
+            previews,
+            preview_kind: match fields.word("preview_kind") {
+                Some("vae") => PreviewKind::Vae.into(),
+                _ => PreviewKind::Linear.into(),
+            },
+            priority: match fields.word("priority") {
+                Some("interactive") => Priority::Interactive.into(),
+                Some("background") => Priority::Background.into(),
+                _ => Priority::Standard.into(),
+            },
+            ..GenerateRequest::default()
         };
         Ok(Self {
             request,

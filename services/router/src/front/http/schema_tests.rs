@@ -185,8 +185,8 @@ fn fields_that_contradict_each_other_are_refused() {
     ] {
         order(legal).unwrap();
     }
-    let json = json!({ "prompt": "x", "partial_images": 1, "stream": true });
-    refused(json, Code::Unimplemented, "partial_images");
+    let json = json!({ "prompt": "x", "partial_images": 1 });
+    refused(json, Code::InvalidArgument, "partial_images");
 }
 
 #[test]

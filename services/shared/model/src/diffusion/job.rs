@@ -5,6 +5,7 @@ use std::sync::Arc;
 use kernels::{RopeTable, Tensor};
 use parallel::{Axis, GUIDANCE_ROWS, SequenceShards};
 
+use super::cache::{History, StepCache, changes};
 use super::embedders::special_tokens;
 use super::{ImageHead, ImageStem};
 use crate::backbone::{RowSegment, segments};
@@ -80,6 +81,10 @@ pub struct JobOptions {
     /// Go on from here rather than from the start; the picture is, bit for bit, that of a job that was never
     /// interrupted.
     pub resume: Option<JobState>,
+    /// Steps that do without the decoder.
+    pub cache: StepCache,
+    /// Keep what each step expects the finished latents to be.
+    pub forecast: bool,
 }
 
 /// All that a job has and its request does not say: enough to go on with it elsewhere.
@@ -114,6 +119,19 @@ pub struct DenoiseJob {
     /// `[1, h, w, latent]`.
     pub(super) latents: Tensor,
     row_padding: usize,
+    pub(super) cache: StepCache,
+    /// Which steps run the decoder.
+    pub(super) runs: Vec<bool>,
+    /// On the last pipeline stage.
+    pub(super) history: History,
+    /// Whether a step keeps its forecast.
+    pub(super) forecasts: bool,
+    /// `[1, h, w, latent]`, on the last pipeline stage.
+    pub(super) forecast: Option<Tensor>,
+    /// Steps whose decoder pass was saved.
+    pub(super) saved: usize,
+    /// The history is as old as the job: false after a resume until a step has run.
+    pub(super) warm: bool,
     /// False on a rank between the first and the last pipeline stage after a step.
     pub(super) has_latents: bool,
 }
@@ -151,6 +169,7 @@ impl DenoiseJob {
         options: JobOptions,
     ) -> Result<Self, ModelError> {
         let (config, rank) = (model.config(), model.rank());
+        options.cache.check()?;
         let rows = rows(config, rank, spec.guidance)?;
         let prefixes = prefixes(&spec, rank, rows)?;
         let lengths: Vec<usize> = prefixes.iter().map(|p| p.tokens()).collect();
@@ -187,6 +206,13 @@ impl DenoiseJob {
             rows,
             prefixes,
             row_padding: padding(rank, image.end)?,
+            runs: options.cache.runs(&times, spec.steps)?,
+            cache: options.cache,
+            history: History::default(),
+            forecasts: options.forecast,
+            forecast: None,
+            saved: 0,
+            warm: false,
             times,
             has_latents: true,
         })
@@ -233,6 +259,40 @@ impl DenoiseJob {
             self.grid.1,
             self.latents.to_f32_vec(),
         )
+    }
+
+    /// Whether the next step runs the decoder.
+    pub fn runs_decoder(&self) -> bool {
+        // A job that was resumed has nothing to go on from yet.
+        !self.warm || self.runs.get(self.step).copied().unwrap_or(true)
+    }
+
+    /// Steps so far that did without the decoder.
+    pub fn saved_steps(&self) -> usize {
+        self.saved
+    }
+
+    /// What the last step expects the finished latents to be; `None` unless asked for by
+    /// [`JobOptions::forecast`], before the first step, and elsewhere than on the last pipeline stage.
+    ///
+    /// # Errors
+    /// `Internal`, which would be a defect.
+    pub fn forecast(&self) -> Result<Option<Latents>, ModelError> {
+        let Some(forecast) = &self.forecast else {
+            return Ok(None);
+        };
+        let (channels, grid) = (forecast.dim(3), self.grid);
+        Latents::from_channels_last(channels, grid.0, grid.1, forecast.to_f32_vec()).map(Some)
+    }
+
+    /// Relative change of the time modulation from each step to the next: what a [`Tea`] cache goes by.
+    ///
+    /// # Errors
+    /// `Kernel`, which would be a defect.
+    ///
+    /// [`Tea`]: super::Tea
+    pub fn time_changes(&self) -> Result<Vec<f64>, ModelError> {
+        changes(&self.times, self.steps())
     }
 
     /// Where the job stands, to be gone on with by [`JobOptions::resume`].

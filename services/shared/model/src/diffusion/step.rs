@@ -5,6 +5,7 @@
 use kernels::{RopeTable, Tensor};
 use parallel::{Axis, RankContext};
 
+use super::cache::{History, StepCache};
 use super::job::DenoiseJob;
 use super::{ImageHead, ImageStem};
 use crate::backbone::{Backbone, Goal, Probe, Row, RowKv};
@@ -54,37 +55,22 @@ impl Modules<'_> {
                 job.steps()
             )));
         }
-        let (first, last) = self.rank.ends();
-        let x = first.then(|| tokens(self.stem, jobs)).transpose()?;
-        let hidden = {
-            let mut rows: Vec<Row<'_>> = Vec::with_capacity(2 * jobs.len());
-            for job in jobs.iter() {
-                rows.extend(job.prefixes.iter().map(|prefix| Row {
-                    tokens: job.row_tokens(),
-                    segments: &job.segments,
-                    kv: RowKv::Past(prefix),
-                    order: PICTURE_ORDER,
-                }));
-            }
-            let rope = rope(jobs)?;
-            self.backbone
-                .run(self.ctx, x, (&mut rows, &rope), Goal::Hidden, probe)?
-        };
-        let mut advanced = Vec::new();
+        let last = self.rank.ends().1;
+        let hidden = self.hidden(jobs, probe)?;
+        let mut moved = Vec::new();
         if last {
-            let hidden = hidden
-                .ok_or_else(|| ModelError::Internal("the last stage made no result".into()))?;
-            let own = velocities(self.head, jobs, &hidden)?;
+            let states: Vec<&Tensor> = hidden.iter().map(|(state, _)| state).collect();
+            let own = velocities(self.head, jobs, &states)?;
             let rows = self.gather_rows(own)?;
             for (index, (job, rows)) in jobs.iter().zip(rows).enumerate() {
                 let velocity = guided_velocity(index, job, rows, observe)?;
-                let mut latents = job.latents.clone();
-                let to = latents.as_f32_mut()?;
-                job.schedule.step(job.step, to, velocity.as_f32()?)?;
-                advanced.push(latents);
+                moved.push(Moved::new(job, &velocity)?);
             }
         }
+        let advanced = moved.iter().map(|m| m.latents.clone()).collect();
         let mut advanced = self.hop(jobs, advanced)?.into_iter();
+        let mut histories = hidden.into_iter().map(|(_, history)| history);
+        let mut forecasts = moved.into_iter().map(|m| m.forecast);
         // From here on nothing fails.
         for job in jobs {
             let latents = advanced.next();
@@ -92,9 +78,101 @@ impl Modules<'_> {
             if let Some(latents) = latents {
                 job.latents = latents;
             }
+            if let Some(Some(history)) = histories.next() {
+                job.history = history;
+            }
+            job.forecast = forecasts.next().flatten();
+            job.saved += usize::from(!job.runs_decoder());
+            job.warm = true;
             job.step += 1;
         }
         Ok(())
+    }
+
+    /// On the last stage the hidden states of each job's rows, and its history if the step adds to it. Only
+    /// rows whose step runs the decoder go through it.
+    fn hidden<P: Probe>(
+        self,
+        jobs: &[&mut DenoiseJob],
+        probe: &mut P,
+    ) -> Result<Vec<(Tensor, Option<History>)>, ModelError> {
+        let (first, last) = self.rank.ends();
+        let runs: Vec<bool> = jobs.iter().map(|job| job.runs_decoder()).collect();
+        let mut inputs = Vec::with_capacity(jobs.len());
+        for (job, runs) in jobs.iter().zip(&runs) {
+            // The last stage compares a step's input with its output.
+            let compared = last && matches!(job.cache, StepCache::Tea(_));
+            let wanted = (first && *runs) || compared;
+            inputs.push(wanted.then(|| tokens(self.stem, job)).transpose()?);
+        }
+        let x = packed(&inputs, &runs)?;
+        for (job, input) in jobs.iter().zip(&mut inputs) {
+            if !matches!(job.cache, StepCache::Tea(_)) {
+                *input = None;
+            }
+        }
+        let mut decoded = self.decoded(jobs, &runs, x, probe)?.into_iter();
+        if !last {
+            return Ok(Vec::new());
+        }
+        let mut all = Vec::with_capacity(jobs.len());
+        for ((job, runs), input) in jobs.iter().zip(runs).zip(&inputs) {
+            let input = input.as_ref();
+            if !runs {
+                let rows = job.prefixes.len();
+                let predicted = job.history.predict(&job.cache, job.step, input, rows)?;
+                all.push((predicted, None));
+                continue;
+            }
+            let missing = || ModelError::Internal("the last stage made no result".into());
+            let state = decoded.next().ok_or_else(missing)?;
+            let keeps = job.cache != StepCache::Off;
+            let history = keeps.then(|| job.history.after(&job.cache, job.step, (input, &state)));
+            all.push((state, history.transpose()?));
+        }
+        Ok(all)
+    }
+
+    /// The rows of jobs that run, through the decoder; on the last stage what came out for each job.
+    fn decoded<P: Probe>(
+        self,
+        jobs: &[&mut DenoiseJob],
+        runs: &[bool],
+        x: Option<Tensor>,
+        probe: &mut P,
+    ) -> Result<Vec<Tensor>, ModelError> {
+        let running: Vec<&DenoiseJob> = jobs
+            .iter()
+            .zip(runs)
+            .filter(|(_, runs)| **runs)
+            .map(|(job, _)| &**job)
+            .collect();
+        if running.is_empty() {
+            return Ok(Vec::new());
+        }
+        let mut rows: Vec<Row<'_>> = Vec::with_capacity(2 * running.len());
+        for job in &running {
+            rows.extend(job.prefixes.iter().map(|prefix| Row {
+                tokens: job.row_tokens(),
+                segments: &job.segments,
+                kv: RowKv::Past(prefix),
+                order: PICTURE_ORDER,
+            }));
+        }
+        let rope = rope(&running)?;
+        let hidden = self
+            .backbone
+            .run(self.ctx, x, (&mut rows, &rope), Goal::Hidden, probe)?;
+        let Some(hidden) = hidden else {
+            return Ok(Vec::new());
+        };
+        let mut start = 0;
+        let each = |job: &&DenoiseJob| {
+            let tokens = job.prefixes.len() * job.row_tokens();
+            start += tokens;
+            Ok(hidden.narrow0(start - tokens, tokens)?)
+        };
+        running.iter().map(each).collect()
     }
 
     /// The velocities of both guidance rows where each is on another rank.
@@ -150,25 +228,59 @@ impl Modules<'_> {
     }
 }
 
-/// Fresh tokens of all rows, `[tokens, hidden]`: a job's rows are alike, so its image is embedded once.
-fn tokens(stem: &ImageStem, jobs: &[&mut DenoiseJob]) -> Result<Tensor, ModelError> {
-    let mut parts = Vec::with_capacity(4 * jobs.len());
-    for job in jobs {
-        let specials = job
-            .times
-            .tokens
-            .narrow0(job.step * job.times.specials, job.times.specials)?;
-        let modulation = job.times.patch.narrow0(2 * job.step, 2)?;
-        let image = stem.patch_embed.forward(&job.latents, &modulation)?;
-        for _ in &job.prefixes {
-            parts.push(specials.clone());
-            parts.push(image.clone());
-        }
-    }
-    Ok(Tensor::concat0(&parts.iter().collect::<Vec<_>>())?)
+/// What a step makes of a job's latents.
+struct Moved {
+    latents: Tensor,
+    forecast: Option<Tensor>,
 }
 
-fn rope(jobs: &[&mut DenoiseJob]) -> Result<RopeTable, ModelError> {
+impl Moved {
+    fn new(job: &DenoiseJob, velocity: &Tensor) -> Result<Self, ModelError> {
+        let velocity = velocity.as_f32()?;
+        let mut latents = job.latents.clone();
+        job.schedule
+            .step(job.step, latents.as_f32_mut()?, velocity)?;
+        let forecast = job.forecasts.then(|| {
+            // The velocity leads from data to noise, so that all of sigma leads back.
+            let mut clean = job.latents.clone();
+            let sigma = job.schedule.sigmas[job.step];
+            for (x, v) in clean.as_f32_mut()?.iter_mut().zip(velocity) {
+                *x -= sigma * v;
+            }
+            Ok::<_, ModelError>(clean)
+        });
+        Ok(Self {
+            latents,
+            forecast: forecast.transpose()?,
+        })
+    }
+}
+
+/// The inputs of the jobs that run, one after the other; `None` where the rank has none.
+fn packed(inputs: &[Option<Tensor>], runs: &[bool]) -> Result<Option<Tensor>, ModelError> {
+    let running = inputs.iter().zip(runs).filter(|(_, runs)| **runs);
+    let fresh: Vec<&Tensor> = running.filter_map(|(input, _)| input.as_ref()).collect();
+    let some = !fresh.is_empty();
+    Ok(some.then(|| Tensor::concat0(&fresh)).transpose()?)
+}
+
+/// Fresh tokens of a job's rows, `[tokens, hidden]`: they are alike, so its image is embedded once.
+fn tokens(stem: &ImageStem, job: &DenoiseJob) -> Result<Tensor, ModelError> {
+    let times = &job.times;
+    let specials = times
+        .tokens
+        .narrow0(job.step * times.specials, times.specials)?;
+    let modulation = times.patch.narrow0(2 * job.step, 2)?;
+    let image = stem.patch_embed.forward(&job.latents, &modulation)?;
+    let parts: Vec<&Tensor> = job
+        .prefixes
+        .iter()
+        .flat_map(|_| [&specials, &image])
+        .collect();
+    Ok(Tensor::concat0(&parts)?)
+}
+
+fn rope(jobs: &[&DenoiseJob]) -> Result<RopeTable, ModelError> {
     if let [job] = jobs {
         return Ok(job.rope.clone());
     }
@@ -184,11 +296,11 @@ fn rope(jobs: &[&mut DenoiseJob]) -> Result<RopeTable, ModelError> {
 fn velocities(
     head: &ImageHead,
     jobs: &[&mut DenoiseJob],
-    hidden: &Tensor,
+    hidden: &[&Tensor],
 ) -> Result<Vec<Vec<Tensor>>, ModelError> {
     let mut out = Vec::with_capacity(jobs.len());
-    let mut start = 0;
-    for job in jobs {
+    for (job, hidden) in jobs.iter().zip(hidden) {
+        let mut start = 0;
         let modulation = job.times.last.narrow0(2 * job.step, 2)?;
         let mut rows = Vec::with_capacity(job.rows());
         for _ in &job.prefixes {

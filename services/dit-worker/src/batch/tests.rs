@@ -1,0 +1,293 @@
+use std::sync::{Arc, Mutex};
+
+use super::*;
+
+#[derive(Debug, Clone)]
+pub(crate) struct FakeJob {
+    pub(crate) id: u32,
+    pub(crate) done: usize,
+    pub(crate) steps: usize,
+    /// Fails, panics or turns to NaN in the step with this number.
+    pub(crate) trouble: Option<(usize, Trouble)>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Trouble {
+    Error,
+    Panic,
+    NotFinite,
+}
+
+impl FakeJob {
+    pub(crate) fn new(id: u32, steps: usize) -> Self {
+        Self {
+            id,
+            done: 0,
+            steps,
+            trouble: None,
+        }
+    }
+
+    fn meets(&self, trouble: Trouble, step: usize) -> bool {
+        self.trouble == Some((step, trouble))
+    }
+}
+
+/// Records which jobs each call packed.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Fake(pub(crate) Arc<Mutex<Vec<Vec<u32>>>>);
+
+impl Denoiser for Fake {
+    type Job = FakeJob;
+    type News = ();
+
+    fn step(&self, jobs: &mut [&mut FakeJob]) -> Result<(), StageError> {
+        self.0
+            .lock()
+            .unwrap()
+            .push(jobs.iter().map(|job| job.id).collect());
+        if jobs
+            .iter()
+            .any(|job| job.meets(Trouble::Error, job.done + 1))
+        {
+            return Err(StageError::Cancelled);
+        }
+        for job in jobs.iter_mut() {
+            assert!(!job.meets(Trouble::Panic, job.done + 1), "told to panic");
+            job.done += 1;
+        }
+        Ok(())
+    }
+
+    fn steps_done(&self, job: &FakeJob) -> usize {
+        job.done
+    }
+
+    fn is_done(&self, job: &FakeJob) -> bool {
+        job.done == job.steps
+    }
+
+    fn check(&self, job: &FakeJob) -> Result<(), StageError> {
+        if job.meets(Trouble::NotFinite, job.done) {
+            return Err(StageError::NotFinite { what: "latents" });
+        }
+        Ok(())
+    }
+
+    fn news(&self, _: &FakeJob) -> Result<Option<()>, StageError> {
+        Ok(None)
+    }
+}
+
+struct Caller {
+    progress: mpsc::Receiver<Told<()>>,
+    result: oneshot::Receiver<Result<Ended<FakeJob>, StageError>>,
+    park: Arc<AtomicBool>,
+}
+
+const ROOMY: StepLimits = StepLimits {
+    max_rows: 100,
+    max_tokens: 10_000,
+};
+
+fn push(batch: &mut Batch<Fake>, job: FakeJob, weight: Weight) -> Caller {
+    push_class(batch, job, weight, Class::Standard)
+}
+
+fn push_class(batch: &mut Batch<Fake>, job: FakeJob, weight: Weight, class: Class) -> Caller {
+    let (progress, seen) = mpsc::channel(64);
+    let (result, answered) = oneshot::channel();
+    let park = Arc::<AtomicBool>::default();
+    batch.push(Entry {
+        job,
+        weight,
+        class,
+        progress,
+        result,
+        park: Arc::clone(&park),
+    });
+    Caller {
+        progress: seen,
+        result: answered,
+        park,
+    }
+}
+
+fn light() -> Weight {
+    Weight {
+        rows: 2,
+        tokens: 10,
+    }
+}
+
+fn steps(batch: &mut Batch<Fake>, count: usize) {
+    for _ in 0..count {
+        batch.boundary();
+        batch.step();
+    }
+}
+
+fn progress(caller: &mut Caller) -> Vec<usize> {
+    std::iter::from_fn(|| caller.progress.try_recv().ok())
+        .map(|told| told.step)
+        .collect()
+}
+
+#[test]
+fn jobs_join_and_leave_at_step_boundaries() {
+    let fake = Fake::default();
+    let mut batch = Batch::new(fake.clone(), ROOMY);
+    let mut first = push(&mut batch, FakeJob::new(1, 3), light());
+    steps(&mut batch, 1);
+    let mut second = push(&mut batch, FakeJob::new(2, 1), light());
+    steps(&mut batch, 2);
+    assert_eq!(*fake.0.lock().unwrap(), [vec![1], vec![1, 2], vec![1]]);
+    assert_eq!(progress(&mut first), [1, 2, 3]);
+    assert_eq!(progress(&mut second), [1]);
+    assert_eq!(first.result.try_recv().unwrap().unwrap().job.done, 3);
+    assert_eq!(second.result.try_recv().unwrap().unwrap().job.done, 1);
+    assert_eq!((batch.live(), batch.waiting()), (0, 0));
+}
+
+#[test]
+fn a_caller_that_left_frees_its_place_at_the_next_boundary() {
+    let fake = Fake::default();
+    let mut batch = Batch::new(fake.clone(), ROOMY);
+    let gone = push(&mut batch, FakeJob::new(1, 9), light());
+    let _stays = push(&mut batch, FakeJob::new(2, 9), light());
+    steps(&mut batch, 1);
+    drop(gone);
+    steps(&mut batch, 1);
+    assert_eq!(*fake.0.lock().unwrap(), [vec![1, 2], vec![2]]);
+}
+
+#[test]
+fn a_failing_job_fails_alone() {
+    for trouble in [Trouble::Error, Trouble::Panic, Trouble::NotFinite] {
+        let mut batch = Batch::new(Fake::default(), ROOMY);
+        let mut bad = FakeJob::new(2, 4);
+        bad.trouble = Some((2, trouble));
+        let mut callers: Vec<_> = [FakeJob::new(1, 4), bad, FakeJob::new(3, 4)]
+            .into_iter()
+            .map(|job| push(&mut batch, job, light()))
+            .collect();
+        steps(&mut batch, 4);
+        let results: Vec<_> = callers
+            .iter_mut()
+            .map(|caller| caller.result.try_recv().unwrap())
+            .collect();
+        assert!(results[1].is_err(), "{trouble:?}");
+        for good in [&results[0], &results[2]] {
+            assert_eq!(good.as_ref().unwrap().job.done, 4, "{trouble:?}");
+        }
+    }
+}
+
+#[test]
+fn the_row_and_token_limits_hold_and_arrival_order_is_kept() {
+    let fake = Fake::default();
+    let limits = StepLimits {
+        max_rows: 4,
+        max_tokens: 25,
+    };
+    let mut batch = Batch::new(fake.clone(), limits);
+    let heavy = Weight {
+        rows: 1,
+        tokens: 20,
+    };
+    let _callers = [
+        push(&mut batch, FakeJob::new(1, 1), light()),
+        push(&mut batch, FakeJob::new(2, 1), heavy),
+        push(&mut batch, FakeJob::new(3, 1), light()),
+    ];
+    steps(&mut batch, 3);
+    // 1 + 2 is too many tokens, and 3 does not overtake 2.
+    assert_eq!(*fake.0.lock().unwrap(), [vec![1], vec![2], vec![3]]);
+}
+
+#[test]
+fn a_job_beyond_the_limits_runs_alone_instead_of_never() {
+    let fake = Fake::default();
+    let limits = StepLimits {
+        max_rows: 1,
+        max_tokens: 1,
+    };
+    let mut batch = Batch::new(fake.clone(), limits);
+    let mut caller = push(&mut batch, FakeJob::new(1, 1), light());
+    steps(&mut batch, 1);
+    assert!(caller.result.try_recv().unwrap().is_ok());
+}
+
+#[test]
+fn a_slow_reader_of_progress_still_gets_its_result() {
+    let mut batch = Batch::new(Fake::default(), ROOMY);
+    let (progress, _unread) = mpsc::channel(1);
+    let (result, mut answered) = oneshot::channel();
+    batch.push(Entry {
+        job: FakeJob::new(1, 50),
+        weight: light(),
+        class: Class::Standard,
+        progress,
+        result,
+        park: Arc::default(),
+    });
+    steps(&mut batch, 50);
+    assert_eq!(answered.try_recv().unwrap().unwrap().job.done, 50);
+}
+
+#[test]
+fn an_urgent_job_takes_a_place_and_the_one_it_took_goes_on_later() {
+    let fake = Fake::default();
+    let limits = StepLimits {
+        max_rows: 2,
+        max_tokens: 100,
+    };
+    let mut batch = Batch::new(fake.clone(), limits);
+    let mut first = push(&mut batch, FakeJob::new(1, 4), light());
+    let _second = push(&mut batch, FakeJob::new(2, 1), light());
+    steps(&mut batch, 1);
+    let mut urgent = push_class(&mut batch, FakeJob::new(3, 2), light(), Class::Interactive);
+    let _last = push_class(&mut batch, FakeJob::new(4, 1), light(), Class::Background);
+    steps(&mut batch, 7);
+    let ran: Vec<u32> = fake.0.lock().unwrap().concat();
+    assert_eq!(ran, [1, 3, 3, 1, 1, 1, 2, 4]);
+    assert_eq!(progress(&mut first), [1, 2, 3, 4]);
+    for caller in [&mut first, &mut urgent] {
+        assert!(!caller.result.try_recv().unwrap().unwrap().parked);
+    }
+}
+
+#[test]
+fn a_job_that_is_wanted_back_leaves_as_it_stands_running_or_not() {
+    let limits = StepLimits {
+        max_rows: 2,
+        max_tokens: 100,
+    };
+    let mut batch = Batch::new(Fake::default(), limits);
+    let mut callers = [
+        push(&mut batch, FakeJob::new(1, 9), light()),
+        push(&mut batch, FakeJob::new(2, 9), light()),
+    ];
+    steps(&mut batch, 3);
+    for (caller, done) in callers.iter_mut().zip([3, 0]) {
+        caller.park.store(true, Ordering::Release);
+        batch.boundary();
+        let ended = caller.result.try_recv().unwrap().unwrap();
+        assert_eq!((ended.job.done, ended.parked), (done, true));
+    }
+    assert_eq!((batch.live(), batch.waiting()), (0, 0));
+}
+
+#[test]
+fn a_job_that_arrives_with_all_its_steps_done_takes_no_step() {
+    let fake = Fake::default();
+    let mut batch = Batch::new(fake.clone(), ROOMY);
+    let mut job = FakeJob::new(1, 4);
+    job.done = 4;
+    let mut caller = push(&mut batch, job, light());
+    batch.boundary();
+    let ended = caller.result.try_recv().unwrap().unwrap();
+    assert!(!ended.parked);
+    assert_eq!(batch.live(), 0);
+    assert!(fake.0.lock().unwrap().is_empty());
+}
