@@ -12,10 +12,13 @@
     reason = "a command line that measures the host"
 )]
 
-use std::sync::Mutex;
+use std::sync::Arc;
 use std::time::Instant;
 
-use kernels::cuda::{Comm, CommId, CommOptions, Gpu, GpuTensor, GpuType, Lane, Result, Transfer};
+use kernels::cuda::{
+    Comm, CommId, CommOptions, Finish, Gpu, GpuTensor, GpuType, Lane, Result, Transfer,
+    fill_random, gemm,
+};
 
 const ROUNDS: usize = 9;
 /// Operations of a round.
@@ -24,6 +27,8 @@ const HIDDEN: usize = 4096;
 const HEAD: usize = 128;
 const Q_HEADS: usize = 32;
 const KV_HEADS: usize = 8;
+/// Thread blocks of groups that work beside a product; none: as many as the library likes.
+const BLOCKS: [Option<u32>; 3] = [None, Some(16), Some(8)];
 /// Query tokens of a picture's two rows, by its side in pixels.
 const PICTURES: [(usize, usize); 2] = [(1024, 2 * 4097), (2048, 2 * 16_385)];
 
@@ -140,47 +145,102 @@ fn moves(comm: &Comm, tokens: usize, side: usize, rows: &mut Vec<Row>) -> Result
     Ok(())
 }
 
-fn rank(comm: &Comm) -> Result<Vec<Row>> {
-    let mut rows = Vec::new();
+/// A product on the compute lane and an operation beside it, which waits for the product before: as in a layer
+/// whose tokens come in two halves.
+fn beside(comm: &Comm, blocks: Option<u32>, rows: &mut Vec<Row>) -> Result<()> {
+    let (gpu, n, tokens) = (comm.gpu(), comm.ranks(), PICTURES[0].1 / comm.ranks());
+    let new = |dims: &[usize]| GpuTensor::new(gpu, dims, GpuType::Bf16, "operand");
+    let (a, w) = (new(&[tokens, HIDDEN])?, new(&[3 * HIDDEN, HIDDEN])?);
+    let out = new(&[tokens, 3 * HIDDEN])?;
+    fill_random(&a, 1, 1.0)?;
+    fill_random(&w, 2, 0.02)?;
+    let heads = Q_HEADS + 2 * KV_HEADS;
+    let (from, to) = (
+        bf16(comm, &[n, tokens, heads / n * HEAD])?,
+        new(&[n, tokens, heads / n * HEAD])?,
+    );
+    let sum = bf16(comm, &[tokens, HIDDEN])?;
+    let limit = blocks.map_or("all".to_owned(), |b| b.to_string());
+    let product = || gemm(&out, &a, &w, Finish::Store);
+    let exchange = |lane| comm.all_to_all(&from, &to, lane);
+    let reduce = |lane| comm.all_reduce(&sum, &sum, lane);
+    let both = |operation: &dyn Fn(Lane) -> Result<()>| {
+        comm.wait_for(&gpu.mark()?)?;
+        operation(Lane::Beside)?;
+        product()?;
+        // The round ends with both.
+        gpu.wait_for(&comm.mark()?)
+    };
+    let name = |what: &str| format!("{what} ({limit} blocks)");
+    let cases: [(&str, Operation<'_>); 5] = [
+        ("product", Box::new(product)),
+        ("all_to_all", Box::new(|| exchange(Lane::Compute))),
+        ("product beside all_to_all", Box::new(|| both(&exchange))),
+        ("all_reduce", Box::new(|| reduce(Lane::Compute))),
+        ("product beside all_reduce", Box::new(|| both(&reduce))),
+    ];
+    for (what, operation) in cases {
+        rows.push(measure(comm, name(what), 0, &operation)?);
+    }
+    Ok(())
+}
+
+/// Operations with nothing beside them.
+fn alone(comm: &Comm, rows: &mut Vec<Row>) -> Result<()> {
     for (side, tokens) in PICTURES {
-        sums(comm, tokens, side, &mut rows)?;
-        moves(comm, tokens, side, &mut rows)?;
+        sums(comm, tokens, side, rows)?;
+        moves(comm, tokens, side, rows)?;
     }
     let small = bf16(comm, &[1, HIDDEN])?;
     let one: Operation<'_> = Box::new(|| comm.all_reduce(&small, &small, Lane::Compute));
     let name = format!("all_reduce [1, {HIDDEN}]");
     rows.push(measure(comm, name, small.bytes(), &one)?);
-    Ok(rows)
+    Ok(())
+}
+
+/// Runs `work` on every rank of a new group, as threads, and prints its rows.
+fn table(
+    gpus: &[Arc<Gpu>],
+    blocks: Option<u32>,
+    work: impl Fn(&Comm, &mut Vec<Row>) -> Result<()> + Sync,
+) -> Result<()> {
+    let (ranks, id) = (gpus.len(), CommId::new()?);
+    let options = CommOptions {
+        blocks,
+        ..CommOptions::default()
+    };
+    let run = |rank: usize| {
+        let comm = Comm::join(&gpus[rank], &id, rank, ranks, &options)?;
+        let mut rows = Vec::new();
+        work(&comm, &mut rows)?;
+        comm.barrier()?;
+        Ok(rows)
+    };
+    let rows: Result<Vec<Vec<Row>>> = std::thread::scope(|scope| {
+        let run = &run;
+        let threads: Vec<_> = (0..ranks)
+            .map(|rank| scope.spawn(move || run(rank)))
+            .collect();
+        let ends = threads.into_iter().map(|t| t.join());
+        ends.map(|end| end.expect("no rank panicked")).collect()
+    });
+    print(&rows?);
+    Ok(())
 }
 
 fn main() -> Result<()> {
     let ranks = Gpu::count()?;
+    let version = Comm::library_version()?;
+    println!("nccl {version}, {ranks} ranks in one process");
     println!(
-        "nccl {}, {ranks} ranks in one process",
-        Comm::library_version()?
+        "{:52} {:>9} {:>9} {:>7}",
+        "operation", "gpu us", "call us", "GB/s"
     );
-    let id = CommId::new()?;
-    let tables = Mutex::new(Vec::new());
-    let results: Vec<Result<()>> = std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..ranks)
-            .map(|place| {
-                let tables = &tables;
-                scope.spawn(move || {
-                    let gpu = Gpu::open(place)?;
-                    let comm = Comm::join(&gpu, &id, place, ranks, &CommOptions::default())?;
-                    let rows = rank(&comm)?;
-                    comm.barrier()?;
-                    tables.lock().expect("no rank panicked").push(rows);
-                    Ok(())
-                })
-            })
-            .collect();
-        let join =
-            |thread: std::thread::ScopedJoinHandle<'_, _>| thread.join().expect("no rank panicked");
-        threads.into_iter().map(join).collect()
-    });
-    results.into_iter().collect::<Result<()>>()?;
-    print(&tables.into_inner().expect("no rank panicked"));
+    let gpus = (0..ranks).map(Gpu::open).collect::<Result<Vec<_>>>()?;
+    table(&gpus, None, alone)?;
+    for blocks in BLOCKS {
+        table(&gpus, blocks, |comm, rows| beside(comm, blocks, rows))?;
+    }
     Ok(())
 }
 
@@ -190,10 +250,6 @@ fn print(tables: &[Vec<Row>]) {
         values.sort_by(f32::total_cmp);
         values[values.len() / 2]
     };
-    println!(
-        "{:52} {:>9} {:>9} {:>7}",
-        "operation", "gpu us", "call us", "GB/s"
-    );
     for (i, row) in tables[0].iter().enumerate() {
         let worst = |pick: fn(&(f32, f32)) -> f32| {
             let of = |round: usize| {
