@@ -129,13 +129,8 @@ NORM_KERNELS(4096, 128, 4, 0, 9)
 COMBINE_KERNELS(4096, 512, 1, 0, 2)
 NORM_KERNELS(8192, 512, 2, 0, 2)
 COMBINE_KERNELS(8192, 512, 2, 0, 2)
-// The widths of HunyuanImage-3.0: the hidden one, and the inner one of its experts.
+// The widths of HunyuanImage-3.0: the hidden one, also where only the codes go out, and the inner one of its experts.
 NORM_KERNELS(is_4096, 256, 2, 4096, 6)
 COMBINE_KERNELS(is_4096, 512, 1, 4096, 2)
+NORM_KERNEL(rms_norm_codes_4096, 128, 4, 4096, 8, Source::kPlain, 0)
 NORM_KERNEL(rms_norm_is_3072, 128, 3, 3072, 10, Source::kPlain, 0)
-#ifdef NORM_VARIANTS
-NORM_KERNEL(rms_norm_3072_384x4, 384, 1, 3072, 4, Source::kPlain, 0)
-NORM_KERNEL(rms_norm_3072_192x6, 192, 2, 3072, 6, Source::kPlain, 0)
-NORM_KERNELS(4096_256x5, 256, 2, 4096, 5)
-NORM_KERNELS(4096_128x8, 128, 4, 4096, 8)
-#endif

@@ -20,7 +20,7 @@ constexpr int kThreads = 384;  // a producer warpgroup and the consumers
 // Stages that the tensor cores sum from zero. fp32 additions do the rest, in this order: the pieces of a half one
 // after the other, then the halves. It is the same whether a block adds the pieces of a half or `router_top_k` does,
 // as where there are too few tokens to fill the GPU otherwise: a token's logits do not depend on the number of tokens.
-constexpr int kPromote = 2;
+constexpr int kPromote = 4;
 constexpr int kHalves = 2;
 
 struct LogitArguments {
@@ -118,84 +118,93 @@ struct TopKArguments {
 };
 
 constexpr int kMaxExperts = 256;
+constexpr int kLanes = 8;  // of a token
 
-// A warp a token; lane l has the experts l, l + 32, ..
+template <class T, class Op>
+__device__ __forceinline__ T across_token(T value, Op op) {
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) value = op(value, __shfl_xor_sync(~0u, value, step));
+    return value;
+}
+
+// The logits of one token that lane `lane` of it has, those of the experts lane, lane + 8, ..
 template <int kEach>
+__device__ __forceinline__ void load_logits(const TopKArguments& a, int token, int lane, float (&p)[kEach]) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) p[i] = 0.0f;
+    if (token >= a.tokens) return;
+    const float* from = a.logits + token * a.token_stride + lane;
+    for (int half = 0; half < a.halves; ++half) {
+        float sum[kEach] = {};
+#pragma unroll 8
+        for (int piece = 0; piece < a.pieces; ++piece, from += a.part_stride)
+#pragma unroll
+            for (int i = 0; i < kEach; ++i)
+                if (lane + kLanes * i < a.experts) sum[i] += __ldg(from + kLanes * i);
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) p[i] += sum[i];
+    }
+}
+
+// Up to 8 kEach experts and 8 kChoices choices; 4 tokens a warp.
+template <int kEach, int kChoices>
 __device__ __forceinline__ void top_k(const TopKArguments& a) {
     __shared__ int counts[kMaxExperts];
-    constexpr int kAtOnce = 16 / kEach;  // parts of a logit that are loaded together
-    const int lane = threadIdx.x % 32;
     for (int e = threadIdx.x; e < a.experts; e += blockDim.x) counts[e] = 0;
     __syncthreads();
+    const auto greater = [](auto x, auto y) { return max(x, y); };
+    const auto smaller = [](auto x, auto y) { return min(x, y); };
+    const auto add = [](float x, float y) { return x + y; };
+    const int lane = threadIdx.x % kLanes;
     const int begin = blockIdx.x * a.tokens_per_block, end = min(begin + a.tokens_per_block, a.tokens);
-    for (int token = begin + threadIdx.x / 32; token < end; token += blockDim.x / 32) {
-        float p[kEach] = {}, sums[kEach] = {};
-        const float* logits = a.logits + token * a.token_stride + lane;
-        const int parts = a.halves * a.pieces;
-        for (int first = 0; first < parts; first += kAtOnce) {
-            float part[kEach][kAtOnce];
-#pragma unroll
-            for (int j = 0; j < kAtOnce; ++j)
-#pragma unroll
-                for (int i = 0; i < kEach; ++i) {
-                    const bool there = lane + 32 * i < a.experts && first + j < parts;
-                    part[i][j] = there ? __ldg(logits + (first + j) * a.part_stride + 32 * i) : 0.0f;
-                }
-#pragma unroll
-            for (int j = 0; j < kAtOnce; ++j) {
-                const bool last = (first + j + 1) % a.pieces == 0;  // of its half
-#pragma unroll
-                for (int i = 0; i < kEach; ++i) {
-                    sums[i] += part[i][j];
-                    if (last) p[i] += sums[i], sums[i] = 0.0f;
-                }
-            }
-        }
-        float largest = -INFINITY;
+    for (int first = begin; first < end; first += blockDim.x / kLanes) {
+        const int token = first + threadIdx.x / kLanes;
+        float p[kEach];
+        load_logits(a, token < end ? token : a.tokens, lane, p);
+        float largest = -INFINITY, sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < kEach; ++i)
-            if (lane + 32 * i < a.experts) largest = fmaxf(largest, p[i]);
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-        float sum = 0.0f;
+            if (lane + kLanes * i < a.experts) largest = fmaxf(largest, p[i]);
+        largest = across_token(largest, greater);
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
-            p[i] = lane + 32 * i < a.experts ? expf(p[i] - largest) : 0.0f;
+            p[i] = lane + kLanes * i < a.experts ? expf(p[i] - largest) : 0.0f;
             sum += p[i];
         }
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        sum = across_token(sum, add);
         // Bits of a non-negative float order as the float does; 0 is left for experts that are taken or absent.
         uint32_t key[kEach];
 #pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            p[i] /= sum;
-            key[i] = lane + 32 * i < a.experts ? (__float_as_uint(p[i]) & 0x7fffffffu) + 1 : 0;
-        }
-        float chosen = 0.0f, norm = 0.0f;
-        uint32_t index = 0;
+        for (int i = 0; i < kEach; ++i)
+            key[i] = lane + kLanes * i < a.experts ? (__float_as_uint(p[i] / sum) & 0x7fffffffu) + 1 : 0;
+        float chosen[kChoices], norm = 0.0f;
+        uint32_t index[kChoices];
         for (int k = 0; k < a.top_k; ++k) {
-            uint32_t best = 0;
+            uint32_t best = 0, at = ~0u;
 #pragma unroll
             for (int i = 0; i < kEach; ++i) best = max(best, key[i]);
-            best = __reduce_max_sync(~0u, best);
-            uint32_t at = ~0u;  // the lowest index among equals
+            best = across_token(best, greater);
 #pragma unroll
             for (int i = kEach - 1; i >= 0; --i)
-                if (key[i] == best) at = lane + 32 * i;
-            at = __reduce_min_sync(~0u, at);
+                if (key[i] == best) at = lane + kLanes * i;
+            at = across_token(at, smaller);  // the lowest index among equals
 #pragma unroll
             for (int i = 0; i < kEach; ++i)
-                if (at == lane + 32 * i) key[i] = 0;
+                if (at == lane + kLanes * i) key[i] = 0;
             const float value = __uint_as_float(best - 1);
             norm += value;
-            if (lane == k) chosen = value, index = at;
+#pragma unroll
+            for (int c = 0; c < kChoices; ++c)
+                if (k == lane + kLanes * c) chosen[c] = value, index[c] = at;
         }
-        if (lane < a.top_k) {
-            const int64_t slot = static_cast<int64_t>(token) * a.top_k + lane;
-            a.expert[slot] = index;
-            a.weight[slot] = a.renormalise ? chosen / fmaxf(norm, 1.1920929e-7f) : chosen;
-            atomicAdd(&counts[index], 1);
+#pragma unroll
+        for (int c = 0; c < kChoices; ++c) {
+            const int k = lane + kLanes * c;
+            if (token >= end || k >= a.top_k) continue;
+            const int64_t slot = static_cast<int64_t>(token) * a.top_k + k;
+            a.expert[slot] = index[c];
+            a.weight[slot] = a.renormalise ? chosen[c] / fmaxf(norm, 1.1920929e-7f) : chosen[c];
+            atomicAdd(&counts[index[c]], 1);
         }
     }
     if (a.counts == nullptr) return;
@@ -245,5 +254,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(1024) router_top_k_64(const TopKArguments a) { top_k<2>(a); }
-extern "C" __global__ void __launch_bounds__(1024) router_top_k_256(const TopKArguments a) { top_k<8>(a); }
+extern "C" __global__ void __launch_bounds__(512) router_top_k_64(const TopKArguments a) { top_k<8, 1>(a); }
+extern "C" __global__ void __launch_bounds__(512) router_top_k_256(const TopKArguments a) { top_k<32, 4>(a); }

@@ -142,7 +142,7 @@ fn heads_are_rotated_normalised_and_written_where_the_slots_say() {
         };
         let refused = qkv_rope_norm_write(&late, &on_gpu, &out, &arena);
         assert!(matches!(refused, Err(CudaError::Argument(_))));
-        assert!(KvSlots::new(&gpu, &slots, kv, layers, rows - 1).is_err());
+        assert!(KvSlots::new(&gpu, &slots, kv, layers, rows - 2).is_err());
     }
 }
 

@@ -20,7 +20,7 @@ const MAX_WIDTH: usize = 8192;
 /// What happens to a row before its norm.
 #[derive(Clone, Copy)]
 enum Kind {
-    Plain,
+    Plain { codes_only: bool },
     Add,
     Combine { top_k: usize },
 }
@@ -39,8 +39,9 @@ fn kernel(kind: Kind, width: usize) -> Kernel {
     };
     match kind {
         // Outputs of an expert's first half.
-        Kind::Plain if width == 3072 => ("rms_norm_is_3072", 128, 1),
-        Kind::Plain => [
+        Kind::Plain { .. } if width == 3072 => ("rms_norm_is_3072", 128, 1),
+        Kind::Plain { codes_only: true } if width == 4096 => ("rms_norm_codes_4096", 128, 1),
+        Kind::Plain { .. } => [
             ("rms_norm_256", 256, 8),
             ("rms_norm_2048", 256, 1),
             ("rms_norm_4096", 128, 1),
@@ -138,7 +139,8 @@ unsafe impl DeviceRepr for Arguments {}
 /// # Errors
 /// `Argument` naming the operand that does not fit, or what the driver says.
 pub fn rms_norm(x: &GpuTensor, norm: RmsNorm<'_>, out: NormOutput<'_>) -> Result<()> {
-    Call::new("rms_norm", x, Some(norm), out)?.run(Kind::Plain)
+    let codes_only = out.rows.is_none();
+    Call::new("rms_norm", x, Some(norm), out)?.run(Kind::Plain { codes_only })
 }
 
 /// `x += y`, then `out = rms(x) * weight`; all bf16 `[tokens, width]`.
@@ -220,7 +222,8 @@ pub fn quantize_rows(x: &GpuTensor, out: E4m3Rows<'_>) -> Result<()> {
         rows: None,
         e4m3: Some(out),
     };
-    Call::new("quantize_rows", x, None, out)?.run(Kind::Plain)
+    let codes_only = true;
+    Call::new("quantize_rows", x, None, out)?.run(Kind::Plain { codes_only })
 }
 
 /// A checked launch.

@@ -20,7 +20,7 @@ const TERMS: usize = 3;
 const HALVES: usize = 2;
 /// Elements of the inner dimension that the tensor cores sum in one go. The sums of a half's pieces are added in
 /// order, by the product where there are many tokens and by the choice where few: with the same bits.
-const PIECE: usize = 128;
+const PIECE: usize = 256;
 /// Most tokens whose pieces are computed apart, to have work for every multiprocessor.
 const FEW_TOKENS: usize = 512;
 /// Most experts.
@@ -38,7 +38,9 @@ const LOGIT_SHARED: usize = 5 * (BLOCK[0] + TERMS * BLOCK[1]) * BLOCK[2] * 2 + 1
 /// Threads of the split.
 const SPLIT_THREADS: u32 = 256;
 /// Threads of the choice.
-const TOP_K_THREADS: u32 = 1024;
+const TOP_K_THREADS: u32 = 512;
+/// Experts and choices that the fast choice is made for.
+const FAST_CHOICE: (usize, usize) = (64, 8);
 
 /// Router weights, prepared for the tensor cores: `[experts, width]` as the sum of three bf16 terms.
 #[derive(Clone, Debug)]
@@ -313,7 +315,7 @@ fn choose(gpu: &Gpu, renormalise: bool, out: &GpuRouting, pieces: usize) -> Resu
         counts: out.counts.address(),
         tokens_per_block: int(OP, "tokens", each)?,
     };
-    let name = if experts <= 64 {
+    let name = if experts <= FAST_CHOICE.0 && out.top_k() <= FAST_CHOICE.1 {
         "router_top_k_64"
     } else {
         "router_top_k_256"
