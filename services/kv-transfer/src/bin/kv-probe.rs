@@ -71,6 +71,12 @@ struct Serve {
     /// Bytes that one checksum covers.
     #[arg(long, default_value_t = kv_transfer::limits::DEFAULT_CHUNK_BYTES)]
     chunk_bytes: usize,
+    /// Most bytes of prefixes that stay although nobody uses them.
+    #[arg(long, default_value_t = 0)]
+    cache_bytes: u64,
+    /// Socket that hands out the pool; an abstract one when absent.
+    #[arg(long)]
+    pool_socket: Option<std::path::PathBuf>,
 }
 
 #[derive(Args)]
@@ -128,6 +134,8 @@ async fn serve(args: Serve) -> Result<(), TransferError> {
     let config = ServiceConfig {
         quarantine: Duration::from_millis(args.quarantine_ms),
         chunk_bytes: args.chunk_bytes,
+        cache_bytes: args.cache_bytes,
+        pool_socket: args.pool_socket,
         ..ServiceConfig::new(engine(args.wires), args.pool_bytes)
     };
     let listener = proto::server::bind(&args.listen, "listen").await?;

@@ -1,7 +1,7 @@
 use std::fs::Permissions;
 use std::io;
 use std::os::fd::AsFd as _;
-use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener as Bound, UnixStream as Plain};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -129,12 +129,18 @@ impl Drop for Door {
 
 /// Removes the socket of a service that was killed; one that answers stays, and so does any other file.
 fn remove_stale(path: &Path) -> io::Result<()> {
+    let found = match std::fs::symlink_metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        found => found?,
+    };
+    if !found.file_type().is_socket() {
+        return Err(io::ErrorKind::AlreadyExists.into());
+    }
     match Plain::connect(path) {
-        Ok(_) => Err(io::ErrorKind::AddrInUse.into()),
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
             std::fs::remove_file(path)
         }
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Ok(_) => Err(io::ErrorKind::AddrInUse.into()),
         Err(error) => Err(error),
     }
 }

@@ -312,6 +312,7 @@ fn slot_to_proto(slot: SlotView) -> v1::list_slots_response::Slot {
         hits: kept.map_or(0, |kept| kept.hits),
         cost_us: kept.map_or(0, |kept| kept.terms.cost_us),
         expires_ms: u64::from(wire::millis(slot.expires)),
+        pulls: slot.pulls,
     }
 }
 

@@ -3,4 +3,6 @@
 
 mod contents;
 mod failures;
+mod parts;
+mod pool;
 mod support;

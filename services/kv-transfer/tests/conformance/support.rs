@@ -79,13 +79,18 @@ pub(crate) struct Node {
 
 impl Node {
     pub(crate) fn start(transport: Transport, pool_bytes: u64) -> Self {
-        let args = [
+        Self::start_with(&transport.to_string(), pool_bytes, &[])
+    }
+
+    pub(crate) fn start_with(transports: &str, pool_bytes: u64, more: &[String]) -> Self {
+        let mut args = vec![
             "serve".to_owned(),
-            format!("--transport={transport}"),
+            format!("--transport={transports}"),
             format!("--pool-bytes={pool_bytes}"),
             format!("--chunk-bytes={CHUNK}"),
             "--quarantine-ms=1500".to_owned(),
         ];
+        args.extend_from_slice(more);
         let process = Process::probe(&args);
         let endpoint = process.line.clone();
         Self { process, endpoint }
@@ -114,6 +119,21 @@ impl Node {
             .await
             .expect("the pool was not reclaimed");
     }
+}
+
+/// What a service says that does not start.
+pub(crate) fn refused_probe(transports: &str, more: &[String]) -> String {
+    let output = Command::new(env!("CARGO_BIN_EXE_kv-probe"))
+        .args([
+            "serve",
+            &format!("--transport={transports}"),
+            "--pool-bytes=1048576",
+        ])
+        .args(more)
+        .output()
+        .unwrap();
+    assert!(!output.status.success());
+    String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
 pub(crate) fn client(transport: Transport) -> KvClient {

@@ -12,6 +12,7 @@ use kv::{Manifest, PrefixIdentity};
 use super::entry::{CacheTerms, Content, Grant, Holder, Kept, Slot};
 use super::{SlotTable, find};
 use crate::TransferError;
+use crate::service::pool::Extent;
 
 /// Every cached prefix by scope and identity, and what has happened to them.
 #[derive(Debug, Default)]
@@ -165,30 +166,20 @@ impl SlotTable {
             self.free(now, number);
             return;
         }
-        while self.cached() > self.cache.budget {
-            if !self.evict_one(now) {
-                break;
-            }
-        }
+        let may = |slot: &Slot| slot.is_idle() && slot.kept.as_ref().is_some_and(|k| !k.pinned);
+        while self.cached() > self.cache.budget && self.evict_one(may, now) {}
     }
 
     /// Evicts idle entries until `bytes` bytes in one piece are free. Nothing is evicted in vain: when all
     /// of them together would not do, they stay.
-    pub(super) fn make_room(
-        &mut self,
-        now: Instant,
-        bytes: u64,
-    ) -> Option<crate::service::pool::Extent> {
+    pub(super) fn make_room(&mut self, now: Instant, bytes: u64) -> Option<Extent> {
         if let Some(extent) = self.pool.take(bytes) {
             return Some(extent);
         }
-        let pinned = |slot: &&Slot| slot.kept.as_ref().is_some_and(|kept| kept.pinned);
-        let idle = self.slots.values().filter(|slot| slot.is_idle());
-        let gone: u64 = idle.filter(|s| !pinned(s)).map(|s| s.extent.len).sum();
-        if self.pool.capacity() - self.pool.used() + gone < bytes {
+        if self.largest_possible(now) < bytes {
             return None;
         }
-        while self.evict_one(now) {
+        while self.evict_one(|slot| slot.makes_room(now), now) {
             if let Some(extent) = self.pool.take(bytes) {
                 return Some(extent);
             }
@@ -196,14 +187,27 @@ impl SlotTable {
         None
     }
 
-    /// Evicts the idle entry of least priority; false when there is none that may go.
-    fn evict_one(&mut self, now: Instant) -> bool {
+    /// The longest run of bytes that would be free if every entry went that may go.
+    fn largest_possible(&self, now: Instant) -> u64 {
+        let stays = self.slots.values().filter(|slot| !slot.makes_room(now));
+        let resting = self.resting.iter().map(|resting| resting.extent);
+        let mut busy: Vec<Extent> = stays.map(|slot| slot.extent).chain(resting).collect();
+        busy.sort_by_key(|extent| extent.start);
+        let (mut from, mut largest) = (0, 0);
+        for extent in busy {
+            largest = largest.max(extent.start - from);
+            from = extent.start + extent.len;
+        }
+        largest.max(self.pool.capacity() - from)
+    }
+
+    /// Evicts the entry of least priority among those that `may` go; false when there is none.
+    fn evict_one(&mut self, may: impl Fn(&Slot) -> bool, now: Instant) -> bool {
         let least = self
             .slots
             .iter()
-            .filter(|(_, slot)| slot.is_idle())
+            .filter(|(_, slot)| may(slot))
             .filter_map(|(&number, slot)| Some((number, slot.kept.as_ref()?)))
-            .filter(|(_, kept)| !kept.pinned)
             .min_by(|(_, a), (_, b)| a.priority.total_cmp(&b.priority));
         let Some((number, priority)) = least.map(|(number, kept)| (number, kept.priority)) else {
             return false;

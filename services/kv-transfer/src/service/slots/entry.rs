@@ -54,6 +54,7 @@ pub(in crate::service) struct SlotView {
     /// What is announced or sealed.
     pub(in crate::service) manifest: Option<Manifest>,
     pub(in crate::service) kept: Option<Kept>,
+    pub(in crate::service) pulls: u64,
     /// Until the last lease ends.
     pub(in crate::service) expires: Duration,
 }
@@ -91,10 +92,10 @@ pub(super) struct Slot {
     pub(super) content: Content,
     pub(super) leases: BTreeMap<u64, Lease>,
     pub(super) kept: Option<Kept>,
-    /// A receiver has had it.
-    pub(super) pulled: bool,
-    /// A lease ran out: its holder may still be at work.
-    pub(super) abandoned: bool,
+    /// Leases that receivers have had.
+    pub(super) pulls: u64,
+    /// When a lease has run out: until then its holder may still be at work.
+    pub(super) haunted: Option<Instant>,
 }
 
 #[derive(Debug)]
@@ -139,6 +140,12 @@ impl Slot {
         self.leases.is_empty() && self.kept.is_some()
     }
 
+    /// Idle, and of use to others at once when it goes.
+    pub(super) fn makes_room(&self, now: Instant) -> bool {
+        let pinned = self.kept.as_ref().is_some_and(|kept| kept.pinned);
+        self.is_idle() && !pinned && self.haunted.is_none_or(|until| until <= now)
+    }
+
     pub(super) fn view(&self, number: u64, now: Instant) -> SlotView {
         let last = self.leases.values().map(|lease| lease.expiry).max();
         SlotView {
@@ -150,6 +157,7 @@ impl Slot {
             sealed: self.sealed().is_some(),
             manifest: self.manifest().cloned(),
             kept: self.kept.clone(),
+            pulls: self.pulls,
             expires: last.map_or(Duration::ZERO, |end| end.saturating_duration_since(now)),
         }
     }

@@ -97,8 +97,8 @@ impl SlotTable {
             content: asked.offer.map_or(Content::Unknown, Content::Open),
             leases: BTreeMap::new(),
             kept: self.cache.admit(asked.cache, bytes),
-            pulled: false,
-            abandoned: false,
+            pulls: 0,
+            haunted: None,
         };
         self.slots.insert(slot, entry);
         self.lend(now, (slot, generation), asked.ttl, Holder::Owner)
@@ -225,7 +225,7 @@ impl SlotTable {
             .map_err(TransferError::Mismatch)?;
         let grant = self.lend(now, named, ttl, Holder::Receiver)?;
         if let Some(slot) = self.slots.get_mut(&named.0) {
-            slot.pulled = true;
+            slot.pulls += 1;
         }
         Ok((grant, manifest))
     }
@@ -289,7 +289,9 @@ impl SlotTable {
             let before = slot.leases.len();
             slot.leases.retain(|_, lease| lease.expiry > now);
             let ended = slot.leases.len() < before;
-            slot.abandoned |= ended;
+            if ended {
+                slot.haunted = Some(now + self.quarantine);
+            }
             if ended && slot.leases.is_empty() {
                 empty.push(number);
             }
@@ -335,7 +337,7 @@ impl SlotTable {
         let receives = |lease: &&Lease| lease.holder == Holder::Receiver;
         let at_work = |slot: &Slot| match slot.sealed() {
             None => slot.leases.len(),
-            Some(_) if !slot.pulled => usize::from(!slot.leases.is_empty()),
+            Some(_) if slot.pulls == 0 => usize::from(!slot.leases.is_empty()),
             Some(_) => slot.leases.values().filter(receives).count(),
         };
         self.slots.values().map(at_work).sum()
@@ -392,14 +394,14 @@ impl SlotTable {
             return;
         };
         // An unsealed slot was given up in the middle of its write.
-        if slot.abandoned || slot.sealed().is_none() {
-            self.ends_at(now + self.quarantine);
-            self.resting.push(Resting {
-                extent: slot.extent,
-                until: now + self.quarantine,
-            });
-        } else {
-            self.pool.give(slot.extent);
+        let torn = slot.sealed().is_none().then(|| now + self.quarantine);
+        match slot.haunted.max(torn).filter(|&until| until > now) {
+            Some(until) => {
+                self.ends_at(until);
+                let extent = slot.extent;
+                self.resting.push(Resting { extent, until });
+            }
+            None => self.pool.give(slot.extent),
         }
     }
 

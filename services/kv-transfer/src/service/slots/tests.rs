@@ -362,3 +362,140 @@ fn a_clean_stop_has_work_until_a_leased_prefix_was_fetched_and_let_go() {
     table.reap(clock.now());
     assert_eq!(table.at_work(), 0);
 }
+
+fn keeps(bytes: u64, cost_us: u64, offer: PrefixIdentity) -> Reservation {
+    let offer = Manifest {
+        identity: offer,
+        crcs: vec![],
+        ..manifest(bytes)
+    };
+    Reservation {
+        offer: Some(offer),
+        cache: Some(CacheTerms {
+            scope: String::new(),
+            cost_us,
+        }),
+        ..asks(bytes)
+    }
+}
+
+proptest! {
+    /// Whatever is published, found and evicted: entries never pass the budget, a found prefix is the one
+    /// looked for, and without pins a reservation that fits the pool always finds room once nobody is left.
+    #[test]
+    fn the_cache_keeps_its_budget_and_never_stands_in_the_way(
+        steps in prop::collection::vec((0u8..6, 1u64..6, 0u64..100), 1..80),
+    ) {
+        let budget = 8 * SLOT_ALIGN;
+        let (mut table, clock) = (SlotTable::new(POOL, budget, FIRST, REST), ManualClock::new());
+        let mut held: Vec<LeaseKey> = vec![];
+        for (id, units, cost) in steps {
+            let now = clock.now();
+            let identity = PrefixIdentity([id; 32]);
+            match cost % 4 {
+                0 => held.truncate(held.len() / 2),
+                1 => {
+                    if let Some((grant, found)) = table.lookup(now, "", identity, TTL).unwrap() {
+                        prop_assert_eq!(found.identity, identity);
+                        held.push(grant.key);
+                    }
+                }
+                _ => {
+                    let bytes = units * SLOT_ALIGN;
+                    if let Ok(grant) = table.reserve(now, keeps(bytes, cost, identity)) {
+                        let whole = Manifest { identity, ..manifest(bytes) };
+                        table.seal_part(now, grant.key, 0, &whole.crcs).unwrap();
+                        table.seal(now, grant.key, whole).unwrap();
+                        held.push(grant.key);
+                    }
+                }
+            }
+            // Keys that were cut off above go by release.
+            let live: Vec<LeaseKey> = held.clone();
+            let all: Vec<(u64, Vec<u64>)> = table
+                .slots
+                .iter()
+                .map(|(&slot, entry)| (slot, entry.leases.keys().copied().collect()))
+                .collect();
+            for (slot, leases) in all {
+                for lease in leases {
+                    if !live.iter().any(|key| key.slot == slot && key.lease == lease) {
+                        let generation = table.slots[&slot].generation;
+                        table.release(now, LeaseKey { slot, generation, lease });
+                    }
+                }
+            }
+            assert_disjoint(&table);
+            prop_assert!(table.cached() <= budget);
+        }
+        for key in held {
+            table.release(clock.now(), key);
+        }
+        prop_assert!(table.cached() <= budget);
+        prop_assert!(table.reserve(clock.now(), asks(POOL)).is_ok());
+    }
+}
+
+#[test]
+fn a_cached_prefix_whose_reader_died_is_found_but_its_memory_still_rests() {
+    let (mut table, clock) = (SlotTable::new(POOL, POOL, FIRST, REST), ManualClock::new());
+    let bytes = POOL;
+    let grant = table
+        .reserve(clock.now(), keeps(bytes, 1, IDENTITY))
+        .unwrap();
+    let whole = manifest(bytes);
+    table
+        .seal_part(clock.now(), grant.key, 0, &whole.crcs)
+        .unwrap();
+    table.seal(clock.now(), grant.key, whole).unwrap();
+    let named = (grant.key.slot, grant.key.generation);
+    table
+        .pull(clock.now(), named, (IDENTITY, false), TTL)
+        .unwrap();
+    table.release(clock.now(), grant.key);
+    clock.advance(TTL);
+    table.reap(clock.now());
+    let error = table.reserve(clock.now(), asks(8)).unwrap_err();
+    assert_eq!(
+        error.code(),
+        Code::ResourceExhausted,
+        "the reader may be late"
+    );
+    let found = table.lookup(clock.now(), "", IDENTITY, TTL).unwrap();
+    table.release(clock.now(), found.unwrap().0.key);
+    clock.advance(REST);
+    table.reserve(clock.now(), asks(8)).unwrap();
+}
+
+#[test]
+fn followers_of_a_lost_producer_are_told_and_nobody_new_comes() {
+    let (mut table, clock) = table();
+    let grant = table
+        .reserve(clock.now(), keeps(SLOT_ALIGN, 1, IDENTITY))
+        .unwrap();
+    let named = (grant.key.slot, grant.key.generation);
+    let refused = table
+        .pull(clock.now(), named, (IDENTITY, false), TTL)
+        .unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition, "it cannot follow");
+    let (follower, known) = table
+        .pull(clock.now(), named, (IDENTITY, true), TTL * 2)
+        .unwrap();
+    assert!(known.crcs.is_empty());
+    assert_eq!(
+        table.news(clock.now(), follower.key, 0).unwrap(),
+        (vec![], false)
+    );
+    clock.advance(TTL);
+    for error in [
+        table.news(clock.now(), follower.key, 0).unwrap_err(),
+        table
+            .pull(clock.now(), named, (IDENTITY, true), TTL)
+            .unwrap_err(),
+    ] {
+        assert!(
+            matches!(error, TransferError::ProducerLost { .. }),
+            "{error}"
+        );
+    }
+}
