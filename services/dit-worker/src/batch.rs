@@ -168,6 +168,13 @@ impl<D: Denoiser> Batch<D> {
         self.members.iter().filter(|member| member.running).count()
     }
 
+    /// Jobs that have run and now wait for others.
+    #[cfg(test)]
+    pub(crate) fn overtaken(&self) -> usize {
+        let begun = |member: &&Member<D>| !member.running && member.joined.is_some();
+        self.members.iter().filter(begun).count()
+    }
+
     /// A step boundary: jobs whose caller left or wants them back go, the others are chosen anew.
     pub(crate) fn boundary(&mut self) {
         self.members

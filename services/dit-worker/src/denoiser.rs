@@ -80,6 +80,16 @@ impl RankJob {
         })
     }
 
+    /// One step without a batch around it.
+    #[cfg(test)]
+    pub(crate) fn step_alone(&mut self, ranks: &Ranks) -> Result<(), StageError> {
+        let parts: Vec<&mut DenoiseJob> = self.parts.iter_mut().collect();
+        let step = |model: &model::Model, ctx: &RankContext, job: &mut DenoiseJob| {
+            model.denoise_step(ctx, &mut [job])
+        };
+        ranks.run(parts, step).map(drop)
+    }
+
     /// Where the job stands.
     pub(crate) fn state(&self) -> Result<JobState, StageError> {
         Ok(self.first().state()?)

@@ -6,6 +6,8 @@ pub mod batch;
 mod checkpoint;
 mod denoiser;
 mod fetch;
+#[cfg(test)]
+mod mixed;
 mod order;
 mod picture;
 mod service;

@@ -132,7 +132,7 @@ impl DitWorker {
             let (job, leases) = self.prepare(loaded, &order, events).await?;
             Ok((job, leases, resident))
         };
-        let (job, leases, resident) = or_stop(stop, begin).await?;
+        let (job, leases, resident) = or_stop(stop, Box::pin(begin)).await?;
         let weight = weight(&job);
         let ticket = loaded.steps.submit(job, weight, order.class)?;
         let ended = self.follow(loaded, ticket, (&order, events, stop)).await?;
@@ -464,7 +464,7 @@ impl DitWorkerService for Mounted {
             let request_id = request.request_id.clone();
             let stop = worker.gate.tasks().token();
             let ended = tokio::select! {
-                ended = Box::pin(worker.denoise(request, &events, &stop)) => ended,
+                ended = Box::pin(worker.denoise(request, &events, stop)) => ended,
                 // The router has gone away: the job leaves at the next step boundary.
                 () = events.closed() => Err(StageError::Cancelled),
             };

@@ -131,12 +131,14 @@ impl LinearPreview {
             let (top, bottom, down) = between(y, height, rows);
             for x in 0..width {
                 let (left, right, across) = between(x, width, columns);
-                for c in 0..3 {
-                    let at = |y: usize, x: usize| colours[y * columns + x][c];
-                    let upper = at(top, left) * (1.0 - across) + at(top, right) * across;
-                    let lower = at(bottom, left) * (1.0 - across) + at(bottom, right) * across;
-                    values.push(upper * (1.0 - down) + lower * down);
-                }
+                let at = |y: usize, x: usize| colours[y * columns + x];
+                let mix = |a: [f32; 3], b: [f32; 3], share: f32| {
+                    std::array::from_fn(|c| a[c] * (1.0 - share) + b[c] * share)
+                };
+                let upper = mix(at(top, left), at(top, right), across);
+                let lower = mix(at(bottom, left), at(bottom, right), across);
+                let both: [f32; 3] = mix(upper, lower, down);
+                values.extend(both);
             }
         }
         RgbImage::from_unit_values(height, width, &values)
