@@ -3,11 +3,12 @@
 #include <cuda_bf16.h>
 #include <stdint.h>
 
-enum Activation { kNone = 0, kGeluErf = 1, kSilu = 2 };
+enum Activation { kNone = 0, kGeluErf = 1, kSilu = 2, kGeluTanh = 3 };
 
 __device__ __forceinline__ float activate(float v, int activation) {
     if (activation == kGeluErf) return 0.5f * v * (1.0f + erff(v * 0.70710678118654752f));
     if (activation == kSilu) return v / (1.0f + expf(-v));
+    if (activation == kGeluTanh) return 0.5f * v * (1.0f + tanhf(0.79788456080286536f * (v + 0.044715f * v * v * v)));
     return v;
 }
 

@@ -5,12 +5,13 @@
 mod common;
 mod cuda_elementwise_common;
 
-use common::{random_bf16, values};
+use common::{random, random_bf16, values};
 use cuda_elementwise_common::{BF16, EPS, assert_near, decoded, gpu, poisoned, relative, up};
 use kernels::cuda::{
-    CudaError, E4m3Rows, GpuTensor, GpuType, KvSlot, KvSlots, NormOutput, Qkv, RmsNorm, RowIndex,
-    StepJob, StepJobs, add_rms_norm, gather_rows, guide_step, move_rows, narrow_to_bf16,
-    qkv_rope_norm_write, quantize_rows, rms_norm, scalar_code, scatter_rows,
+    Activation, CudaError, E4m3Rows, GpuLayerNorm, GpuTensor, GpuType, KvSlot, KvSlots, NormOutput,
+    Qkv, RmsNorm, RowIndex, StepJob, StepJobs, add_layer_norm, add_rms_norm, bias_activation,
+    gather_rows, guide_step, layer_norm, move_rows, narrow_to_bf16, qkv_rope_norm_write,
+    quantize_rows, rms_norm, scalar_code, scatter_rows,
 };
 use kernels::{AttnHeads, RopeTable, Tensor, bf16, qkv_split_rope_norm};
 
@@ -70,6 +71,41 @@ fn narrow(values: &[f32]) -> Vec<bf16> {
 
 fn w_host(w: &GpuTensor) -> Tensor {
     Tensor::from_f32(w.shape(), w.to_f32_vec().unwrap()).unwrap()
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn layer_norms_and_activations_are_those_of_the_cpu() {
+    let gpu = gpu();
+    for (rows, width) in [(77, 128), (5, 1152), (3, 4096)] {
+        let (x, wide) = random_bf16(20, &[rows, width]);
+        let (y, wide_y) = random_bf16(21, &[rows, width]);
+        let [w, b, c] = [22, 23, 24].map(|seed| random(seed, &[width]));
+        let (x, y) = (up(&gpu, &x), up(&gpu, &y));
+        let on_gpu = [&w, &b, &c].map(|t| up(&gpu, t));
+        let norm = GpuLayerNorm {
+            weight: &on_gpu[0],
+            bias: &on_gpu[1],
+            eps: EPS,
+        };
+        let out = poisoned(&gpu, &[rows, width], GpuType::Bf16);
+        layer_norm(&x, norm, &out).unwrap();
+        let want = kernels::layer_norm(&wide, &w, &b, EPS).unwrap();
+        assert_near("layer_norm", &out, want.as_f32().unwrap(), BF16);
+        add_layer_norm(&x, (&y, Some(&on_gpu[2])), norm, &out).unwrap();
+        let bias = c.as_f32().unwrap().repeat(rows);
+        let bias = Tensor::from_f32(&[rows, width], bias).unwrap();
+        let sum = kernels::add(&wide, &kernels::add(&wide_y, &bias).unwrap()).unwrap();
+        assert_near("sum", &x, sum.as_f32().unwrap(), BF16);
+        let want = kernels::layer_norm(&sum, &w, &b, EPS).unwrap();
+        let want = want.as_f32().unwrap();
+        assert_near("add_layer_norm", &out, want, 2.0 * BF16);
+        let wide = up(&gpu, &sum);
+        let to = poisoned(&gpu, &[rows, width], GpuType::F32);
+        bias_activation(&to, &wide, None, Activation::GeluTanh).unwrap();
+        let want = kernels::gelu_tanh(&sum).unwrap();
+        assert_near("gelu_tanh", &to, want.as_f32().unwrap(), 1e-5);
+    }
 }
 
 #[test]

@@ -17,6 +17,8 @@ pub enum Activation {
     GeluErf,
     /// `x / (1 + exp(-x))`.
     Silu,
+    /// `0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`.
+    GeluTanh,
 }
 
 /// `out = activation(x + bias)`: `x [n, c]` F32, `bias [c]` F32 or absent, `out [n, c]` F32 or bf16; `out`
@@ -56,6 +58,7 @@ pub fn bias_activation(
         Activation::None => 0,
         Activation::GeluErf => 1,
         Activation::Silu => 2,
+        Activation::GeluTanh => 3,
     };
     let blocks = count.div_ceil(u64::from(THREADS));
     let most = u64::from(gpu.multiprocessors()) * 16;

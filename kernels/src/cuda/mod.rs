@@ -27,6 +27,7 @@ mod link;
 mod map;
 mod memory;
 mod norm;
+mod norm_layer;
 mod permute;
 mod random;
 mod rope;
@@ -57,6 +58,7 @@ pub use memory::DeviceBuffer;
 pub use norm::{
     E4m3Rows, ExpertOutputs, NormOutput, RmsNorm, add_rms_norm, combine, quantize_rows, rms_norm,
 };
+pub use norm_layer::{GpuLayerNorm, add_layer_norm, layer_norm};
 pub use permute::{Permutation, gather, gather_e4m3, permute};
 pub use random::fill_random;
 pub use rope::{KvSlot, KvSlots, Qkv, qkv_rope_norm_write};
