@@ -125,14 +125,24 @@ fn plan(role: Role, settings: &Settings, file: Option<&Path>) -> Result<Plan, Om
         Role::Up => Plan::Up(UpConfig::from_settings(settings, file)?),
         Role::Router => Plan::Router(router_config(settings)?),
         Role::KvTransfer => {
-            let config =
-                ServiceConfig::new(engine(settings)?, settings.bytes("pool_bytes")? as u64);
+            let pool = settings.bytes("pool_bytes")? as u64;
+            let cache = match settings.get("prefix_cache_bytes") {
+                Some(_) => settings.bytes("prefix_cache_bytes")? as u64,
+                None => 0,
+            };
+            let config = ServiceConfig {
+                cache_bytes: cache,
+                pool_socket: settings.get("pool_socket").map(PathBuf::from),
+                ..ServiceConfig::new(engine(settings)?, pool)
+            };
             config.validate().map_err(|error| bad(&error))?;
             Plan::KvTransfer(place(settings)?, config)
         }
         Role::ArStage => {
             let mut client = ClientConfig::new(engine(settings)?);
             client.ttl = settings.seconds("prefix_ttl_s")?;
+            // A full pool is waited for in line, as long as publishing may take.
+            client.wait = client.deadline.min(client.ttl);
             let config = ArStageConfig {
                 model: model_dir(settings)?,
                 plan: ar_plan(settings, "plan")?,
@@ -147,7 +157,7 @@ fn plan(role: Role, settings: &Settings, file: Option<&Path>) -> Result<Plan, Om
                 model: model_dir(settings)?,
                 plan: parallel_plan(settings, "plan")?,
                 balance: balance(settings)?,
-                client: ClientConfig::new(engine(settings)?),
+                client: receiver(settings)?,
                 limits: StepLimits {
                     max_rows: settings.count("max_rows", 1)?,
                     max_tokens: settings.count("max_tokens", 1)?,
@@ -301,7 +311,19 @@ fn etcd_settings_unset(settings: &Settings) -> Result<(), OmniError> {
 
 fn engine(settings: &Settings) -> Result<EngineConfig, OmniError> {
     let words = [("shm", Transport::Shm), ("tcp", Transport::Tcp)];
-    Ok(EngineConfig::only(settings.one_of("transport", &words)?))
+    Ok(EngineConfig {
+        net_devices: settings.get("transfer_devices").map(str::to_owned),
+        ..EngineConfig::only(settings.one_of("transport", &words)?)
+    })
+}
+
+/// How a worker gets its prefixes.
+fn receiver(settings: &Settings) -> Result<ClientConfig, OmniError> {
+    let relay = settings.one_of("prefix_relay", &[("off", false), ("on", true)])?;
+    Ok(ClientConfig {
+        node: relay.then(|| settings.url("kv_transfer")).transpose()?,
+        ..ClientConfig::new(engine(settings)?)
+    })
 }
 
 fn threads(settings: &Settings) -> Result<usize, OmniError> {

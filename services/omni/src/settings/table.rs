@@ -115,6 +115,18 @@ const TRANSPORT: Setting = setting(
     Value("shm"),
     "How prefix KV travels: shm (shared memory) or tcp",
 );
+const TRANSFER_DEVICES: Setting = setting(
+    "transfer_devices",
+    "DEVICE[,DEVICE]",
+    Unset,
+    "Network interfaces that prefix KV may take over tcp, for example eth0 [default: any]",
+);
+const PREFIX_RELAY: Setting = setting(
+    "prefix_relay",
+    "off|on",
+    Value("off"),
+    "Fetch prefixes of other nodes through kv_transfer, so that this node reads each of them once",
+);
 const PLAN: Setting = setting(
     "plan",
     "PLAN",
@@ -166,7 +178,7 @@ const ROUTER: [Setting; 6] = [
     HTTP_LISTEN,
 ];
 
-const KV_TRANSFER: [Setting; 4] = [
+const KV_TRANSFER: [Setting; 7] = [
     setting(
         "listen",
         "HOST:PORT",
@@ -181,9 +193,22 @@ const KV_TRANSFER: [Setting; 4] = [
         Value("256MiB"),
         "Size of the registered pool, for example 2GiB",
     ),
+    setting(
+        "prefix_cache_bytes",
+        "BYTES",
+        Unset,
+        "How much of the pool may hold prefixes that nobody uses now [default: nothing]",
+    ),
+    setting(
+        "pool_socket",
+        "PATH",
+        Unset,
+        "Unix socket through which stages of the node map the pool [default: one without a file]",
+    ),
+    TRANSFER_DEVICES,
 ];
 
-const AR_STAGE: [Setting; 10] = [
+const AR_STAGE: [Setting; 11] = [
     DRAIN_GRACE,
     setting(
         "listen",
@@ -196,6 +221,7 @@ const AR_STAGE: [Setting; 10] = [
     MODEL,
     PLAN,
     TRANSPORT,
+    TRANSFER_DEVICES,
     THREADS,
     setting(
         "max_queue",
@@ -211,7 +237,7 @@ const AR_STAGE: [Setting; 10] = [
     ),
 ];
 
-const DIT_WORKER: [Setting; 14] = [
+const DIT_WORKER: [Setting; 16] = [
     DRAIN_GRACE,
     setting(
         "listen",
@@ -224,6 +250,8 @@ const DIT_WORKER: [Setting; 14] = [
     MODEL,
     PLAN,
     TRANSPORT,
+    TRANSFER_DEVICES,
+    PREFIX_RELAY,
     THREADS,
     setting(
         "max_queue",
