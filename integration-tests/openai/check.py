@@ -95,14 +95,33 @@ refused(
     "model",
     lambda: client.images.generate(model="gpt-image-1", prompt="x"),
 )
+edited = client.images.edit(
+    model=model,
+    image=[io.BytesIO(decoded(second.data[0])), io.BytesIO(decoded(second.data[0]))],
+    prompt="bluer",
+    extra_body={"steps": 1, "seed": 3},
+)
+assert decoded(edited.data[0]).startswith(b"\x89PNG")
+assert edited.omni["writing"]["text"] == "", edited.omni
 refused(
     unbuilt,
     501,
-    "image",
+    "mask",
     lambda: client.images.edit(
-        model=model, image=[io.BytesIO(decoded(second.data[0]))], prompt="bluer"
+        model=model,
+        image=io.BytesIO(decoded(second.data[0])),
+        mask=io.BytesIO(decoded(second.data[0])),
+        prompt="bluer",
     ),
 )
+words = client.chat.completions.create(
+    model=model,
+    messages=[{"role": "user", "content": "What is a boat?"}],
+    modalities=["text"],
+    max_tokens=5,
+    temperature=0.5,
+)
+assert words.choices[0].finish_reason in ("length", "stop"), words
 refused(
     bad,
     400,

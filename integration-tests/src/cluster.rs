@@ -130,12 +130,17 @@ impl Up {
 
     /// Likewise, with more arguments.
     pub fn start_with(transport: &str, arguments: &[&str]) -> Self {
+        Self::start_on(&model_dir(), transport, arguments)
+    }
+
+    /// Likewise, on another checkpoint.
+    pub fn start_on(model: &Path, transport: &str, arguments: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let ready = dir.path().join("ready");
         let mut process = command(&["up", "--exit-with-parent", "--log-format", "text"])
             .args(["--listen", "127.0.0.1:0", "--transport", transport])
             .arg("--model")
-            .arg(model_dir())
+            .arg(model)
             .arg("--ready-file")
             .arg(&ready)
             .args(arguments)
@@ -356,7 +361,7 @@ fn collect(events: Vec<Event>) -> Answer {
             Event::Step(event) => steps.push(event.step),
             Event::Image(event) => image = Some(event),
             Event::Done(event) => timings = event.timings,
-            Event::Queued(_) | Event::Text(_) => {}
+            Event::Queued(_) | Event::Text(_) | Event::Written(_) | Event::Preview(_) => {}
         }
     }
     Answer {

@@ -131,7 +131,15 @@ fn blame_oversize(response: http::Response<Body>) -> http::Response<Body> {
             if status.code() == tonic::Code::OutOfRange
                 && status.message().contains(TOO_LARGE_TEXT) =>
         {
-            let message = format!("the message is larger than {MAX_REQUEST_BYTES} bytes");
+            // Services have limits of their own; the text ends with the one that was met.
+            let said = status
+                .message()
+                .rsplit("limit is: ")
+                .next()
+                .unwrap_or_default();
+            let digits: String = said.chars().take_while(char::is_ascii_digit).collect();
+            let limit = digits.parse().unwrap_or(MAX_REQUEST_BYTES);
+            let message = format!("the message is larger than {limit} bytes");
             crate::status::status(&Failure::new(Code::InvalidArgument, message)).into_http()
         }
         _ => response,

@@ -218,7 +218,10 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::v1::{DenoiseRequest, GenerateRequest, KvGeometry, PrefixHandle, PrefixRow};
+    use crate::v1::{
+        DenoiseRequest, GenerateRequest, InputImage, KvGeometry, PrefixHandle, PrefixRow, Sampling,
+        input_image::Source,
+    };
 
     fn full() -> GenerateRequest {
         GenerateRequest {
@@ -234,6 +237,19 @@ mod tests {
             system_prompt: "be kind".into(),
             n: 1,
             quality: 3,
+            mode: 4,
+            images: vec![InputImage {
+                source: Some(Source::Data(vec![1, 2])),
+            }],
+            sampling: Some(Sampling {
+                temperature: Some(0.5),
+                ..Sampling::default()
+            }),
+            drop_think: Some(false),
+            system_prompt_name: "none".into(),
+            previews: 2,
+            preview_kind: 1,
+            priority: 1,
         }
     }
 

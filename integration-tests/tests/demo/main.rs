@@ -5,6 +5,7 @@
 mod checker;
 mod drawing;
 mod files;
+mod served;
 mod writing;
 
 use std::sync::OnceLock;

@@ -116,7 +116,27 @@ async fn bad_chats_and_edits_are_named() {
         (json!({ "temperature": 1 }), 400, "temperature"),
         (json!({ "prompt": "x" }), 400, "prompt"),
         (json!({ "modalities": ["audio"] }), 400, "modalities"),
-        (json!({ "modalities": ["text"] }), 400, "modalities"),
+        (json!({ "modalities": [] }), 400, "modalities"),
+        (json!({ "modalities": ["text"] }), 400, "steps"),
+        (json!({ "mode": "chat" }), 400, "mode"),
+        (
+            json!({ "mode": "think", "max_tokens": 0 }),
+            400,
+            "max_tokens",
+        ),
+        (
+            json!({ "system_prompt_name": "en_unified" }),
+            400,
+            "system_prompt_name",
+        ),
+        (
+            json!({ "messages": [{ "role": "user", "content": [
+                { "type": "text", "text": "a boat" },
+                { "type": "image_url", "image_url": { "url": "data:image/png;base64,AAAA" } },
+            ] }] }),
+            400,
+            "image",
+        ),
         (json!({ "steps": 0 }), 400, "steps"),
     ] {
         let kind = if status == 501 { "server_error" } else { BAD };
@@ -124,12 +144,18 @@ async fn bad_chats_and_edits_are_named() {
     }
     let edit = |more: Value| with(with(wish("bluer"), json!({ "image": PICTURE })), more);
     for (more, status, param) in [
-        (json!({}), 501, "image"),
+        (json!({ "mask": PICTURE }), 501, "mask"),
         (
             json!({ "image": [PICTURE, PICTURE], "mask": PICTURE }),
             501,
+            "mask",
+        ),
+        (
+            json!({ "image": "https://images.example/a.png" }),
+            400,
             "image",
         ),
+        (json!({ "drop_think": true }), 400, "drop_think"),
         (json!({ "image": "http://localhost/a.png" }), 400, "image"),
         (
             json!({ "image": "data:image/png;base64,AAAA" }),

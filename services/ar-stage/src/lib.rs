@@ -1,9 +1,17 @@
-//! The AR stage: turns a prompt into the prefix KV of its rows and publishes it. It never sees a
-//! latent or a pixel.
+//! The AR stage: reads a prompt and its pictures, writes what the model thinks and says, and publishes the
+//! prefix KV of the picture's rows. It never sees the latents of a picture that is being made.
 #![forbid(unsafe_code)]
 
 mod answers;
+mod batch;
+mod decoder;
+mod order;
+mod pictures;
+mod prefix;
+mod row;
+mod run;
 mod service;
+mod text;
 mod work;
 
 use std::{path::PathBuf, sync::Arc};

@@ -4,28 +4,36 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
-use base::{Failure, Fault as _, MemberId, limits::EVENT_QUEUE};
+use base::{Failure, Fault as _, MemberId, clock, limits::EVENT_QUEUE};
 use kv_transfer::{KvClient, Lease};
-use model::{BalanceOptions, Parts};
+use model::{BalanceOptions, Parts, layout::MAX_COND_IMAGES};
 use proto::{
     names,
     v1::{
-        self, PrefillRequest, PrefillResponse,
+        self, PrefillRequest, PrefillResponse, PrefillText,
         ar_stage_service_server::{ArStageService, ArStageServiceServer},
+        prefill_response,
     },
 };
 use registry::{Load, Role};
 use stage::{Engine, Gate, RankLoad, Ranks, Stage, StageError, info};
 use telemetry::Metrics;
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 use tokio_stream::Stream;
 use tonic::{Request, Response, Status, service::RoutesBuilder};
 
 use crate::{
     ArStageConfig,
     answers::{Answer, Answers},
+    batch::MAX_RUNNING,
+    decoder::Decoder,
+    order::Order,
+    pictures::{self, Pictures},
     work,
 };
+
+/// Requests whose pictures are decoded and encoded at once; it bounds what they hold in memory.
+const MAX_LOOKING: usize = 2;
 
 /// The stage and its one model.
 #[derive(Debug)]
@@ -34,6 +42,9 @@ pub struct ArStage {
     gate: Gate,
     engine: Engine,
     ranks: OnceLock<Arc<Ranks>>,
+    decoder: OnceLock<Decoder>,
+    /// Requests whose pictures are being decoded and encoded.
+    looking: Semaphore,
     client: KvClient,
     config: ArStageConfig,
     metrics: Metrics,
@@ -48,43 +59,110 @@ impl ArStage {
         Ok(Self {
             member_id: MemberId::generate(),
             gate: Gate::new(),
-            engine: Engine::start("prefill", config.max_queue)?,
+            engine: Engine::start("load", 1)?,
             ranks: OnceLock::new(),
+            decoder: OnceLock::new(),
+            looking: Semaphore::new(MAX_LOOKING),
             client,
             config,
             metrics,
         })
     }
 
-    /// One request from its tokens to its handles.
-    async fn prefill(&self, request: PrefillRequest) -> Result<Answer<Lease>, StageError> {
-        let ranks = self.ranks.get().ok_or(StageError::NotReady {
+    /// One request from its words and pictures to its handles; what it writes goes to `events` meanwhile.
+    async fn prefill(
+        &self,
+        request: PrefillRequest,
+        events: &Events,
+    ) -> Result<Answer<Lease>, StageError> {
+        let not_ready = || StageError::NotReady {
             why: "the model is still loading",
-        })?;
-        let order = work::Order::new(&request, ranks.info())?;
-        let ranks = Arc::clone(ranks);
-        let prefilled = self
-            .engine
-            .run(move || work::prefill(&ranks, &order))
-            .await??;
-        self.metrics.observe(
-            &telemetry::names::STAGE_STEP,
-            &["ar-stage", "prefill"],
-            prefilled.elapsed,
-        );
-        self.metrics.add(
+        };
+        let ranks = self.ranks.get().ok_or_else(not_ready)?;
+        let decoder = self.decoder.get().ok_or_else(not_ready)?;
+        let order = Order::new(&request, ranks.first())?;
+        let PrefillRequest {
+            request_id,
+            images,
+            seed,
+            ..
+        } = request;
+        let pictures = self.look_at(ranks, images, seed).await?;
+        let mut ticket = decoder.submit(order, pictures)?;
+        let ended = loop {
+            tokio::select! {
+                biased;
+                Some(text) = ticket.deltas.recv() => tell(events, text).await?,
+                ended = &mut ticket.answer => break ended,
+            }
+        };
+        let ended = ended.map_err(|_| StageError::EngineStopped { engine: "prefill" })??;
+        while let Ok(text) = ticket.deltas.try_recv() {
+            tell(events, text).await?;
+        }
+        if !ended.untold.is_empty() {
+            tell(events, ended.untold).await?;
+        }
+        let (outcome, metrics) = (ended.outcome, &self.metrics);
+        let stage = ["ar-stage", "prefill"];
+        metrics.observe(&telemetry::names::STAGE_STEP, &stage, outcome.elapsed);
+        let rows = outcome.rows.iter().map(|(_, _, prefix)| prefix.tokens());
+        let tokens = rows.sum::<usize>() + outcome.written.new_tokens;
+        metrics.add(
             &telemetry::names::STAGE_TOKENS,
             &["ar-stage"],
-            prefilled.tokens() as u64,
+            tokens as u64,
         );
-        work::publish(
-            &self.client,
-            &self.config.kv_transfer,
-            &request.request_id,
-            prefilled,
-        )
-        .await
+        work::publish(&self.client, &self.config.kv_transfer, &request_id, outcome).await
     }
+
+    /// Decodes and encodes the pictures of a request, beside the thread that computes.
+    async fn look_at(
+        &self,
+        ranks: &Ranks,
+        files: Vec<Vec<u8>>,
+        seed: u64,
+    ) -> Result<Pictures, StageError> {
+        if files.is_empty() {
+            return Ok(Pictures::default());
+        }
+        if files.len() > MAX_COND_IMAGES {
+            let reason = format!(
+                "images must be at most {MAX_COND_IMAGES}, got {}",
+                files.len()
+            );
+            return Err(StageError::Other(Failure::invalid("images", reason)));
+        }
+        let model = Arc::clone(ranks.first());
+        let stopped = StageError::EngineStopped { engine: "picture" };
+        let Ok(_place) = self.looking.acquire().await else {
+            return Err(stopped);
+        };
+        let start = clock::now();
+        let work =
+            move || stage::engine::guard("picture", || pictures::encode(&model, &files, seed));
+        let looked = self.gate.tasks().spawn_blocking(work).await;
+        let pictures = looked.map_err(|_| stopped)???;
+        self.metrics.observe(
+            &telemetry::names::STAGE_STEP,
+            &["ar-stage", "encode"],
+            clock::now().saturating_duration_since(start),
+        );
+        Ok(pictures)
+    }
+}
+
+/// What a request's reader is sent.
+type Events = mpsc::Sender<Result<Answer<Lease>, Status>>;
+
+async fn tell(events: &Events, text: String) -> Result<(), StageError> {
+    let event = prefill_response::Event::Text(PrefillText { text });
+    let answer = Answer {
+        response: PrefillResponse { event: Some(event) },
+        leases: Vec::new(),
+    };
+    let told = events.send(Ok(answer)).await;
+    told.map_err(|_| StageError::Cancelled)
 }
 
 #[tonic::async_trait]
@@ -95,7 +173,7 @@ impl Stage for ArStage {
     fn mount(self: Arc<Self>, routes: &mut RoutesBuilder) {
         routes.add_service(
             ArStageServiceServer::new(Mounted(self))
-                .max_decoding_message_size(base::limits::MAX_REQUEST_BYTES),
+                .max_decoding_message_size(base::limits::MAX_EDIT_BYTES),
         );
     }
 
@@ -106,17 +184,19 @@ impl Stage for ArStage {
             .run(move || {
                 let load = RankLoad {
                     parts: Parts::PREFIX,
-                    alone: Parts::PREFIX,
+                    alone: Parts::PREFIX_WITH_IMAGES,
                     plan,
                     balance: BalanceOptions::default(),
                 };
-                let ranks = Ranks::open(&dir, load)?;
+                let ranks = Arc::new(Ranks::open(&dir, load)?);
                 work::warm_up(&ranks)?;
-                Ok::<_, StageError>(Arc::new(ranks))
+                Ok::<_, StageError>(ranks)
             })
             .await??;
         let info = info::model_to_proto(ranks.info());
+        let decoder = Decoder::start(Arc::clone(&ranks), self.config.max_queue)?;
         // Loaded once; a second load would change nothing.
+        let _ = self.decoder.set(decoder);
         let _ = self.ranks.set(ranks);
         Ok(info)
     }
@@ -130,11 +210,12 @@ impl Stage for ArStage {
     }
 
     fn report(&self) -> Load {
-        let pending = u32::try_from(self.engine.pending()).unwrap_or(u32::MAX);
+        let (running, queued) = self.decoder.get().map_or((0, 0), Decoder::load);
+        let narrow = |count| u32::try_from(count).unwrap_or(u32::MAX);
         let load = Load {
-            running: pending.min(1),
-            queued: pending.saturating_sub(1),
-            capacity: 1,
+            running: narrow(running),
+            queued: narrow(queued),
+            capacity: narrow(MAX_RUNNING),
         };
         self.metrics.set(
             &telemetry::names::STAGE_QUEUE,
@@ -175,7 +256,7 @@ impl ArStageService for Mounted {
         stage.gate.tasks().spawn(async move {
             let request_id = request.request_id.clone();
             let answer = tokio::select! {
-                answer = task.prefill(request) => answer,
+                answer = task.prefill(request, &events) => answer,
                 // The router has gone away: stop at the next phase and free what was taken.
                 () = events.closed() => Err(StageError::Cancelled),
                 () = stop.cancelled() => Err(StageError::Draining),

@@ -1,118 +1,24 @@
-//! The work of one request, phase by phase: check, lay out and prefill, publish.
-use std::time::Duration;
+//! The ends of a request's work: the pool of the node, and the first pass of all.
+use std::sync::Arc;
 
 use base::clock;
-use kv::PrefixIdentity;
 use kv_transfer::{KvClient, Lease, PublishRequest, Published};
-use model::{ModelInfo, PrefixKv, RankShard, RowKind, RowTokens, T2iRequest, Template};
+use model::text::Sampling;
 use proto::v1::{
-    PrefillDone, PrefillRequest, PrefillResponse, PrefixRow, prefill_response::Event,
-    prefix_row::Kind,
+    PrefillDone, PrefillResponse, PrefixRow, prefill_response::Event, prefix_row::Kind,
 };
 use stage::{Ranks, StageError};
 
-use crate::answers::Answer;
+use crate::{
+    answers::Answer,
+    batch::{Batch, Job, ticket},
+    order::{Order, Size, Task},
+    pictures::Pictures,
+    run::{Outcome, Run},
+};
 
 /// What the model warms up with.
 const WARM_UP_PROMPT: &str = "warm up";
-
-/// A request whose fields are understood.
-#[derive(Debug, Clone)]
-pub(crate) struct Order {
-    prompt: String,
-    system_prompt: Option<String>,
-    template: Template,
-    height: usize,
-    width: usize,
-    negative_row: bool,
-}
-
-impl Order {
-    /// Reads the request. The texts' own bounds are the layout's to check.
-    pub(crate) fn new(request: &PrefillRequest, info: &ModelInfo) -> Result<Self, StageError> {
-        let template = match request.template.as_str() {
-            "" => info.default_template,
-            name => name.parse().map_err(|_| {
-                invalid("template", format!("is {name:?}, not pretrain or instruct"))
-            })?,
-        };
-        let (height, width) = (request.height as usize, request.width as usize);
-        Ok(Self {
-            prompt: request.prompt.clone(),
-            system_prompt: Some(request.system_prompt.clone()).filter(|text| !text.is_empty()),
-            template,
-            height,
-            width,
-            negative_row: request.negative_row,
-        })
-    }
-}
-
-fn invalid(field: &'static str, reason: String) -> StageError {
-    StageError::Other(base::Failure::invalid(field, format!("{field} {reason}")))
-}
-
-/// The rows of one request, computed.
-#[derive(Debug)]
-pub(crate) struct Prefilled {
-    rows: Vec<(Kind, PrefixIdentity, PrefixKv)>,
-    pub(crate) elapsed: Duration,
-}
-
-impl Prefilled {
-    /// Tokens of all rows.
-    pub(crate) fn tokens(&self) -> usize {
-        self.rows.iter().map(|(_, _, prefix)| prefix.tokens()).sum()
-    }
-}
-
-/// Lays the request out and computes both rows in one packed forward over all ranks.
-pub(crate) fn prefill(ranks: &Ranks, order: &Order) -> Result<Prefilled, StageError> {
-    let start = clock::now();
-    let model = ranks.first();
-    let layout = model.layout_text_to_image(&T2iRequest {
-        prompt: order.prompt.clone(),
-        system_prompt: order.system_prompt.clone(),
-        template: order.template,
-        height: order.height,
-        width: order.width,
-    })?;
-    let mut kinds = vec![(Kind::Cond, RowKind::Cond)];
-    if order.negative_row {
-        kinds.push((Kind::Uncond, RowKind::Uncond));
-    }
-    let tokens: Vec<RowTokens<'_>> = kinds
-        .iter()
-        .map(|&(_, row)| RowTokens::new(&layout, row))
-        .collect();
-    let tokens: Vec<&RowTokens<'_>> = tokens.iter().collect();
-    let alone = ranks.models().len() == 1;
-    let inputs = vec![(); ranks.models().len()];
-    let parts = ranks.run(inputs, |model, ctx, ()| model.prefill(ctx, &tokens))?;
-    let prefixes: Vec<PrefixKv> = if alone {
-        parts.into_iter().flatten().collect()
-    } else {
-        let whole = |row: usize| {
-            let shards: Vec<(&RankShard, &PrefixKv)> = ranks
-                .models()
-                .iter()
-                .zip(&parts)
-                .map(|(model, rows)| (model.rank(), &rows[row]))
-                .collect();
-            PrefixKv::whole_of(&model.info().kv, &shards)
-        };
-        (0..kinds.len()).map(whole).collect::<Result<_, _>>()?
-    };
-    let rows = kinds
-        .into_iter()
-        .zip(prefixes)
-        .map(|((kind, row), prefix)| Ok((kind, model.prefix_identity(&layout, row)?, prefix)))
-        .collect::<Result<_, StageError>>()?;
-    Ok(Prefilled {
-        rows,
-        elapsed: clock::now().saturating_duration_since(start),
-    })
-}
 
 /// Moves the rows into the pool of the node. Either all of them stay there or none: whoever drops the
 /// answer releases them.
@@ -120,11 +26,12 @@ pub(crate) async fn publish(
     client: &KvClient,
     endpoint: &str,
     request_id: &str,
-    prefilled: Prefilled,
+    outcome: Outcome,
 ) -> Result<Answer<Lease>, StageError> {
     let start = clock::now();
+    let written = outcome.written;
     let mut published: Vec<(Kind, Published)> = Vec::new();
-    for (kind, identity, prefix) in prefilled.rows {
+    for (kind, identity, prefix) in outcome.rows {
         let request = PublishRequest {
             request_id: request_id.to_owned(),
             identity,
@@ -149,8 +56,17 @@ pub(crate) async fn publish(
         .collect();
     let done = PrefillDone {
         rows,
-        prefill_ms: prefilled.elapsed.as_secs_f64() * 1e3,
+        prefill_ms: outcome.elapsed.as_secs_f64() * 1e3,
         publish_ms: clock::millis_since(start),
+        text: written.text,
+        new_tokens: narrow(written.new_tokens),
+        cut: written.cut,
+        height: narrow(written.size.map_or(0, |(height, _)| height)),
+        width: narrow(written.size.map_or(0, |(_, width)| width)),
+        size_fallback: written.size_fallback,
+        reused_tokens: narrow(written.reused),
+        system_prompt: written.fingerprint,
+        prompt_tokens: narrow(written.prompt_tokens),
     };
     let response = PrefillResponse {
         event: Some(Event::Done(done)),
@@ -158,8 +74,13 @@ pub(crate) async fn publish(
     Ok(Answer { response, leases })
 }
 
-/// One small forward, so that the first request meets warm weights and threads.
-pub(crate) fn warm_up(ranks: &Ranks) -> Result<(), StageError> {
+// Far below u32::MAX by the bounds of a sequence; saturate rather than wrap if that ever fails.
+fn narrow(count: usize) -> u32 {
+    u32::try_from(count).unwrap_or(u32::MAX)
+}
+
+/// One small request, so that the first one meets warm weights and threads.
+pub(crate) fn warm_up(ranks: &Arc<Ranks>) -> Result<(), StageError> {
     let info = ranks.info();
     let Some(bucket) = info.buckets.first() else {
         return Ok(());
@@ -167,26 +88,47 @@ pub(crate) fn warm_up(ranks: &Ranks) -> Result<(), StageError> {
     let order = Order {
         prompt: WARM_UP_PROMPT.to_owned(),
         system_prompt: None,
+        fingerprint: String::new(),
         template: info.default_template,
-        height: bucket.height,
-        width: bucket.width,
+        task: Task::Draw,
+        size: Size::Given {
+            height: bucket.height,
+            width: bucket.width,
+        },
         negative_row: false,
+        drop_think: false,
+        sampling: Sampling::GREEDY,
+        max_new: 1,
     };
-    prefill(ranks, &order).map(drop)
+    let mut batch = Batch::new(Arc::clone(ranks));
+    let (mut ticket, desk) = ticket();
+    let run = Run::new(ranks, order, Pictures::default())?;
+    batch.add(Job::new(run, desk));
+    while !batch.is_empty() {
+        batch.pass();
+    }
+    match ticket.answer.try_recv() {
+        Ok(ended) => ended.map(drop),
+        Err(_) => Err(StageError::EngineStopped { engine: "prefill" }),
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use base::{Code, Fault as _, Shutdown, task};
-    use kv::{KvDType, KvGeometry};
+    use kv::{KvDType, KvGeometry, PrefixIdentity};
     use kv_transfer::engine::{EngineConfig, Transport};
     use kv_transfer::{ClientConfig, Host, ServiceConfig, service};
+    use model::PrefixKv;
     use proto::v1::{
         ListSlotsRequest, kv_transfer_service_client::KvTransferServiceClient as Pool,
     };
     use telemetry::Metrics;
 
     use super::*;
+    use crate::run::Written;
 
     const POOL_BYTES: u64 = 1 << 20;
     /// Longest wait for a release in the background; far below the time to live of a lease.
@@ -213,7 +155,7 @@ mod tests {
     }
 
     /// Two rows of so many bytes.
-    fn prefilled(bytes: [u64; 2]) -> Prefilled {
+    fn prefilled(bytes: [u64; 2]) -> Outcome {
         let geometry = KvGeometry {
             layers: 1,
             kv_heads: 1,
@@ -226,8 +168,9 @@ mod tests {
             let prefix = PrefixKv::new(geometry, tokens, vec![0.5; values]).unwrap();
             (kind, PrefixIdentity([1; 32]), prefix)
         };
-        Prefilled {
+        Outcome {
             rows: vec![row(Kind::Cond, bytes[0]), row(Kind::Uncond, bytes[1])],
+            written: Written::default(),
             elapsed: Duration::ZERO,
         }
     }

@@ -15,7 +15,7 @@ use kv_transfer::{
 use model::{BalanceOptions, StepCache};
 use parallel::eplb::EplbConfig;
 use registry::{Backend, EtcdConfig, EtcdTls, EtcdUser, RegistryError};
-use router::{RouterConfig, admission::Limits};
+use router::{FetchConfig, HostListError, RouterConfig, admission::Limits};
 use stage::HostConfig;
 use telemetry::Metrics;
 use tokio::net::TcpListener;
@@ -187,6 +187,15 @@ fn router_config(settings: &Settings) -> Result<RouterConfig, OmniError> {
             max_running: settings.count("max_running", 1)?,
             max_queued: settings.count("max_queued", 1)?,
             ..Limits::default()
+        },
+        fetch: FetchConfig {
+            hosts: settings
+                .text("image_hosts")?
+                .parse()
+                .map_err(|error: HostListError| {
+                    OmniError::Config(format!("image_hosts {error}"))
+                })?,
+            ..FetchConfig::default()
         },
         grace: settings.seconds("drain_grace_s")?,
         build: build_info(),

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
-use proto::v1::SizePolicy;
+use proto::v1::{self, SizePolicy};
 
 use crate::plan::PlanArgs;
 
@@ -82,7 +82,14 @@ pub(crate) enum Output {
 pub(crate) struct GenerateArgs {
     /// What to draw.
     pub(crate) prompt: String,
-    /// Output size as WIDTHxHEIGHT in pixels. Default: the model's square size.
+    /// A picture to draw from, PNG, JPEG, WebP or GIF; may be given up to three times.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) image: Vec<PathBuf>,
+    /// What the model writes before it draws. Default: the model's.
+    #[arg(long, value_enum)]
+    pub(crate) mode: Option<Mode>,
+    /// Output size as WIDTHxHEIGHT in pixels, or auto: the model names one. Default: that of the first
+    /// picture, or without any the model's square size.
     #[arg(long, default_value = "", hide_default_value = true)]
     pub(crate) size: String,
     /// What to do with a size the model does not have: refuse it or take the nearest aspect ratio.
@@ -134,6 +141,25 @@ impl From<Policy> for SizePolicy {
         match policy {
             Policy::Exact => SizePolicy::Exact,
             Policy::Snap => SizePolicy::Snap,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Mode {
+    Image,
+    Think,
+    Recaption,
+    ThinkRecaption,
+}
+
+impl From<Mode> for v1::Mode {
+    fn from(mode: Mode) -> Self {
+        match mode {
+            Mode::Image => Self::Image,
+            Mode::Think => Self::Think,
+            Mode::Recaption => Self::Recaption,
+            Mode::ThinkRecaption => Self::ThinkRecaption,
         }
     }
 }

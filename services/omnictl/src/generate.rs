@@ -3,11 +3,12 @@ use std::{str::FromStr as _, time::Duration};
 
 use base::{
     Code, Failure, RequestId,
-    limits::{DEFAULT_REQUEST_DEADLINE, MAX_RESPONSE_BYTES},
+    limits::{DEFAULT_REQUEST_DEADLINE, MAX_EDIT_BYTES, MAX_RESPONSE_BYTES},
 };
 use proto::v1::{
-    Accepted, Done, GenerateRequest, GenerateResponse, Image, SizePolicy, Timings,
-    generate_response::Event, image_service_client::ImageServiceClient,
+    Accepted, Done, GenerateRequest, GenerateResponse, Image, InputImage, Mode, SizePolicy,
+    Timings, generate_response::Event, image_service_client::ImageServiceClient,
+    input_image::Source,
 };
 use serde_json::{Value, json};
 use tonic::{Streaming, transport::Channel};
@@ -27,6 +28,7 @@ pub(crate) async fn run(
     console: &Console,
 ) -> Result<(), CliError> {
     let id = request_id(args)?;
+    let images = read_images(args)?;
     let file = PendingFile::open(&args.output, id.as_str())?;
     let mut run = Run {
         args,
@@ -42,7 +44,7 @@ pub(crate) async fn run(
     let outcome = {
         // Pinned out here, the stream outlives the select: the server hears the cancellation as such,
         // and not as a client that went away.
-        let mut follow = std::pin::pin!(run.follow(client.clone(), &id));
+        let mut follow = std::pin::pin!(run.follow(client.clone(), &id, images));
         tokio::select! {
             outcome = &mut follow => outcome,
             _ = tokio::signal::ctrl_c() => Err(interrupted(&mut client, &id).await),
@@ -74,8 +76,32 @@ async fn interrupted(client: &mut ImageServiceClient<Channel>, id: &RequestId) -
     })
 }
 
-fn request(args: &GenerateArgs, id: &RequestId) -> tonic::Request<GenerateRequest> {
+/// The files of the pictures to show.
+fn read_images(args: &GenerateArgs) -> Result<Vec<Vec<u8>>, CliError> {
+    let read = |path: &std::path::PathBuf| {
+        let refused = |why: String| Failure::invalid("image", format!("{}: {why}", path.display()));
+        let size = std::fs::metadata(path)
+            .map_err(|error| refused(error.to_string()))?
+            .len();
+        if size > MAX_EDIT_BYTES as u64 {
+            return Err(refused(format!("has {size} bytes, more than {MAX_EDIT_BYTES}")).into());
+        }
+        std::fs::read(path).map_err(|error| refused(error.to_string()).into())
+    };
+    args.image.iter().map(read).collect()
+}
+
+fn request(
+    args: &GenerateArgs,
+    id: &RequestId,
+    images: Vec<Vec<u8>>,
+) -> tonic::Request<GenerateRequest> {
+    let images = images.into_iter().map(|bytes| InputImage {
+        source: Some(Source::Data(bytes)),
+    });
     let mut request = tonic::Request::new(GenerateRequest {
+        mode: args.mode.map_or(Mode::Unspecified, Into::into).into(),
+        images: images.collect(),
         request_id: id.to_string(),
         model: args.model.clone(),
         prompt: args.prompt.clone(),
@@ -115,9 +141,12 @@ impl Run<'_> {
         &mut self,
         mut client: ImageServiceClient<Channel>,
         id: &RequestId,
+        images: Vec<Vec<u8>>,
     ) -> Result<(), CliError> {
-        let mut stream: Streaming<GenerateResponse> =
-            client.generate(request(self.args, id)).await?.into_inner();
+        let mut stream: Streaming<GenerateResponse> = client
+            .generate(request(self.args, id, images))
+            .await?
+            .into_inner();
         while let Some(message) = stream.message().await? {
             // An event of a newer server is no reason to lose the picture.
             if let Some(event) = message.event {
@@ -148,8 +177,15 @@ impl Run<'_> {
                     .phase(format!("{} ahead in {}", queued.ahead, queued.stage));
             }
             Event::Text(text) => self.progress.phase(text.text),
+            Event::Written(written) => {
+                if let Some(accepted) = &mut self.accepted {
+                    (accepted.width, accepted.height) = (written.width, written.height);
+                }
+            }
             Event::Step(step) => self.progress.step(step.step, step.steps),
             Event::Image(image) => self.write(&image)?,
+            // None was asked for.
+            Event::Preview(_) => {}
             Event::Done(done) => self.finish(&done)?,
         }
         Ok(())
@@ -220,11 +256,16 @@ fn event_json(event: &Event, args: &GenerateArgs) -> Value {
         }),
         Event::Queued(q) => json!({"event": "queued", "ahead": q.ahead, "stage": q.stage}),
         Event::Text(t) => json!({"event": "text", "text": t.text}),
+        Event::Written(w) => json!({
+            "event": "written", "text": w.text, "tokens": w.tokens, "cut": w.cut,
+            "width": w.width, "height": w.height, "size_fallback": w.size_fallback,
+        }),
         Event::Step(s) => json!({"event": "step", "step": s.step, "steps": s.steps}),
         Event::Image(i) => json!({
             "event": "image", "index": i.index, "width": i.width, "height": i.height,
             "bytes": i.png.len(), "path": args.output,
         }),
+        Event::Preview(p) => json!({"event": "preview", "index": p.index}),
         Event::Done(d) => json!({"event": "done", "timings": d.timings.as_ref().map(times_json)}),
     }
 }

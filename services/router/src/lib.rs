@@ -13,6 +13,7 @@ pub mod batching;
 pub mod cost;
 mod dispatch;
 mod error;
+mod fetch;
 mod front;
 mod gate;
 mod jobs;
@@ -26,6 +27,7 @@ pub mod validate;
 
 pub use crate::{
     error::RouterError,
+    fetch::{FetchConfig, HostList, HostListError},
     front::{HttpBounds, openapi},
     prefix::PREFIX_TTL,
     server::{Bound, RouterConfig, run},

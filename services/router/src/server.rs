@@ -20,6 +20,7 @@ use tonic::service::RoutesBuilder;
 use crate::{
     RouterError, admin,
     admission::Limits,
+    fetch::{FetchConfig, Fetcher},
     front::{self, Context, HttpBounds},
     gate::Gate,
     jobs::Jobs,
@@ -57,6 +58,8 @@ pub struct RouterConfig {
     pub registry: Backend,
     /// Bounds of admission.
     pub limits: Limits,
+    /// Which pictures are fetched that a request only names.
+    pub fetch: FetchConfig,
     /// Time to live of the prefixes that a request holds; they are renewed at a third of it.
     pub prefix_ttl: Duration,
     /// How long running requests may take after a stop was asked for.
@@ -77,6 +80,7 @@ impl Default for RouterConfig {
             admin_listen: None,
             registry: Backend::Embedded,
             limits: Limits::default(),
+            fetch: FetchConfig::default(),
             prefix_ttl: PREFIX_TTL,
             grace: SHUTDOWN_GRACE,
             join: JoinOptions::default(),
@@ -168,7 +172,7 @@ impl Bound {
             other => (registry::open(other)?, None),
         };
         let snapshots = Snapshots::follow(registry.clone());
-        let context = self.context(snapshots.clone());
+        let context = self.context(snapshots.clone())?;
         let served = (registry.clone(), embedded);
         let (routes, health) = routes(&self, &context, served, stop.clone()).await?;
 
@@ -228,9 +232,10 @@ impl Bound {
         }
     }
 
-    fn context(&self, snapshots: Snapshots) -> Arc<Context> {
+    fn context(&self, snapshots: Snapshots) -> Result<Arc<Context>, RouterError> {
         let tasks = Tracker::new();
-        Arc::new(Context {
+        Ok(Arc::new(Context {
+            fetcher: Fetcher::new(self.config.fetch.clone())?,
             prefixes: Keeper::new(self.config.prefix_ttl, tasks.clone()),
             members: Members::new(snapshots),
             gate: Gate::new(self.config.limits, self.metrics.clone()),
@@ -240,7 +245,7 @@ impl Bound {
             tasks,
             closing: CancellationToken::new(),
             kill: CancellationToken::new(),
-        })
+        }))
     }
 }
 

@@ -149,7 +149,7 @@ const DRAIN_GRACE: Setting = setting(
     "How long running requests may take once a stop or a drain was asked for",
 );
 
-const ROUTER: [Setting; 6] = [
+const ROUTER: [Setting; 7] = [
     DRAIN_GRACE,
     setting(
         "listen",
@@ -174,6 +174,12 @@ const ROUTER: [Setting; 6] = [
         "N",
         Value("256"),
         "Requests waiting before new ones are refused",
+    ),
+    setting(
+        "image_hosts",
+        "HOST[,HOST]",
+        Value(""),
+        "Hosts that pictures may be fetched from, NAME or *.NAME with or without :PORT; empty: none",
     ),
     HTTP_LISTEN,
 ];

@@ -201,7 +201,7 @@ impl Walk {
             // It came too late to be one.
             Denoised::Preview(_) => {}
             Denoised::Image(image) => {
-                self.check_image(&image, progress)?;
+                self.check_image(&image, progress, canvas)?;
                 progress.image = true;
                 let DenoiseImage { width, height, png } = image;
                 self.send(Event::Image(Image {
@@ -289,8 +289,8 @@ impl Walk {
             epoch,
             weights_id: request.weights_id.clone(),
             rows: rows.to_vec(),
-            height: request.size.height,
-            width: request.size.width,
+            height: canvas.prefix.size.height,
+            width: canvas.prefix.size.width,
             steps: request.steps,
             guidance: request.guidance,
             seed: request.seed_of(canvas.index),
@@ -302,8 +302,13 @@ impl Walk {
         }
     }
 
-    fn check_image(&self, image: &DenoiseImage, progress: &Progress) -> Result<(), RouterError> {
-        let size = self.request.size;
+    fn check_image(
+        &self,
+        image: &DenoiseImage,
+        progress: &Progress,
+        canvas: &Canvas<'_>,
+    ) -> Result<(), RouterError> {
+        let size = canvas.prefix.size;
         if progress.image {
             return Err(protocol(Role::DitWorker, "sent a second image"));
         }

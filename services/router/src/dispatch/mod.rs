@@ -4,11 +4,15 @@ mod denoise;
 
 use std::{collections::HashSet, sync::Arc, time::Instant};
 
-use base::{Code, Deadline, Failure, Fault as _, clock};
-use proto::v1::{
-    Done, GenerateResponse, PrefillDone, PrefillRequest, PrefixRow, Queued, TextDelta, Timings,
-    ar_stage_service_client::ArStageServiceClient, generate_response::Event, get_response::State,
-    prefill_response::Event as Prefilled, prefix_row::Kind,
+use base::{Code, Deadline, Failure, Fault as _, clock, limits::MAX_SIDE_PIXELS};
+use proto::{
+    size::Size,
+    v1::{
+        Done, GenerateResponse, Mode, PrefillDone, PrefillRequest, PrefillSampling, PrefillSize,
+        PrefillTask, PrefixRow, Queued, TextDelta, Timings, Written,
+        ar_stage_service_client::ArStageServiceClient, generate_response::Event,
+        get_response::State, prefill_response::Event as Prefilled, prefix_row::Kind,
+    },
 };
 use registry::Role;
 use telemetry::names;
@@ -16,8 +20,14 @@ use tokio::sync::mpsc;
 use tonic::{Request, Status};
 
 use crate::{
-    RouterError, front::Context, gate::Seat, jobs::JobHandle, members::Assignment,
-    placement::role_name, prefix::Held, validate::ValidRequest,
+    RouterError,
+    front::Context,
+    gate::Seat,
+    jobs::JobHandle,
+    members::Assignment,
+    placement::role_name,
+    prefix::Held,
+    validate::{OpenSize, ValidRequest},
 };
 
 /// Members that one phase of a request may be sent to.
@@ -53,8 +63,10 @@ struct Lost {
 struct Prefix {
     done: PrefillDone,
     held: Held,
-    /// Of the row with the prompt.
+    /// Tokens that were read.
     tokens: u32,
+    /// Of the picture.
+    size: Size,
     /// Member that computed it.
     stage: String,
 }
@@ -129,27 +141,36 @@ impl Walk {
         // From here to the end of the walk, however it ends, the prefixes are kept.
         let prefix = self.prefill().await?;
         timings.prefill_ms = prefix.done.prefill_ms;
-        job.set_state(State::Denoise);
-        self.denoise(&prefix, job, &mut timings).await?;
+        if self.request.mode != Mode::Image || self.request.open_size.is_some() {
+            self.send(Event::Written(prefix.written())).await?;
+        }
+        let mut image_tokens = 0;
+        if self.request.mode != Mode::Text {
+            image_tokens = self.request.tokens_of(prefix.size);
+            job.set_state(State::Denoise);
+            self.denoise(&prefix, job, &mut timings).await?;
+        }
         timings.transfer_ms += prefix.done.publish_ms;
         timings.total_ms = clock::millis_since(self.accepted_at);
         Ok(response(Event::Done(Done {
             timings: Some(timings),
             ar_stage: prefix.stage,
             prefix_tokens: prefix.tokens,
-            image_tokens: self.request.tokens,
+            image_tokens,
         })))
     }
 
     async fn prefill(&self) -> Result<Prefix, RouterError> {
+        let images = self.context.fetcher.files(&self.request.images).await?;
         let mut tries = Tries::new(Role::ArStage);
         loop {
             let assignment = self.assign(&mut tries).await?;
-            match self.prefill_once(&assignment).await {
+            match self.prefill_once(&assignment, &images).await {
                 Ok((done, held)) => {
                     let cond = done.rows.first().and_then(|row| row.prefix.as_ref());
                     return Ok(Prefix {
-                        tokens: cond.map_or(0, |prefix| prefix.tokens),
+                        tokens: cond.map_or(done.prompt_tokens, |prefix| prefix.tokens),
+                        size: self.size_of(&done)?,
                         stage: assignment.member_id.clone(),
                         done,
                         held,
@@ -160,7 +181,24 @@ impl Walk {
         }
     }
 
-    async fn prefill_once(&self, assignment: &Assignment) -> Result<(PrefillDone, Held), Lost> {
+    /// The size of the picture: the request's, or what the stage has found.
+    fn size_of(&self, done: &PrefillDone) -> Result<Size, RouterError> {
+        let request = &self.request;
+        if request.open_size.is_none() || request.mode == Mode::Text {
+            return Ok(request.size);
+        }
+        let (width, height) = (done.width, done.height);
+        if width == 0 || height == 0 || width.max(height) > MAX_SIDE_PIXELS {
+            return Err(protocol(Role::ArStage, "named no size"));
+        }
+        Ok(Size { width, height })
+    }
+
+    async fn prefill_once(
+        &self,
+        assignment: &Assignment,
+        images: &[Vec<u8>],
+    ) -> Result<(PrefillDone, Held), Lost> {
         let mut begun = false;
         let lost = |status: &Status, begun| Lost {
             error: stage_error(Role::ArStage, assignment, status),
@@ -168,7 +206,7 @@ impl Walk {
             moved: false,
         };
         let mut client = ArStageServiceClient::new(assignment.channel.clone());
-        let call = client.prefill(self.timed(self.prefill_request(assignment.epoch)));
+        let call = client.prefill(self.timed(self.prefill_request(assignment.epoch, images)));
         let mut stream = call
             .await
             .map_err(|status| lost(&status, false))?
@@ -248,8 +286,22 @@ impl Walk {
         request
     }
 
-    fn prefill_request(&self, epoch: u64) -> PrefillRequest {
+    fn prefill_request(&self, epoch: u64, images: &[Vec<u8>]) -> PrefillRequest {
         let request = &self.request;
+        let (size_from, size) = match request.open_size {
+            _ if request.mode == Mode::Text => (PrefillSize::Unspecified, None),
+            Some(OpenSize::Model) => (PrefillSize::Model, None),
+            Some(OpenSize::FirstImage) => (PrefillSize::FirstImage, None),
+            None => (PrefillSize::Unspecified, Some(request.size)),
+        };
+        let task = match request.mode {
+            Mode::Unspecified | Mode::Image => PrefillTask::Unspecified,
+            Mode::Think => PrefillTask::Think,
+            Mode::Recaption => PrefillTask::Recaption,
+            Mode::ThinkRecaption => PrefillTask::ThinkRecaption,
+            Mode::Text => PrefillTask::Text,
+        };
+        let sampling = &request.sampling;
         PrefillRequest {
             request_id: request.request_id.to_string(),
             epoch,
@@ -257,10 +309,22 @@ impl Walk {
             prompt: request.prompt.clone(),
             system_prompt: request.system_prompt.clone(),
             template: request.template.clone(),
-            height: request.size.height,
-            width: request.size.width,
+            height: size.map_or(0, |size| size.height),
+            width: size.map_or(0, |size| size.width),
             negative_row: request.rows > 1,
-            ..PrefillRequest::default()
+            task: task.into(),
+            size_from: size_from.into(),
+            images: images.to_vec(),
+            sampling: Some(PrefillSampling {
+                temperature: sampling.temperature,
+                top_k: sampling.top_k,
+                top_p: sampling.top_p,
+                repetition_penalty: sampling.repetition_penalty,
+                max_new_tokens: sampling.max_new_tokens,
+            }),
+            seed: request.prefix_seed(),
+            drop_think: request.drop_think,
+            system_prompt_name: request.system_prompt_name.clone(),
         }
     }
 
@@ -276,7 +340,9 @@ impl Walk {
 
     /// The stage must have built exactly the rows that were asked for, in order.
     fn check_rows(&self, rows: &[PrefixRow]) -> Result<(), RouterError> {
-        let wanted: &[Kind] = if self.request.rows > 1 {
+        let wanted: &[Kind] = if self.request.mode == Mode::Text {
+            &[]
+        } else if self.request.rows > 1 {
             &[Kind::Cond, Kind::Uncond]
         } else {
             &[Kind::Cond]
@@ -293,6 +359,23 @@ impl Walk {
                 Role::ArStage,
                 "built other rows than it was asked for",
             ))
+        }
+    }
+}
+
+impl Prefix {
+    /// What the client is told of it.
+    fn written(&self) -> Written {
+        let done = &self.done;
+        Written {
+            text: done.text.clone(),
+            tokens: done.new_tokens,
+            cut: done.cut,
+            width: done.width,
+            height: done.height,
+            size_fallback: done.size_fallback,
+            reused_tokens: done.reused_tokens,
+            system_prompt: done.system_prompt.clone(),
         }
     }
 }

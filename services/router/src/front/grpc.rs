@@ -1,7 +1,7 @@
 //! `ImageService`.
 use std::{pin::Pin, sync::Arc};
 
-use base::limits::MAX_REQUEST_BYTES;
+use base::limits::MAX_EDIT_BYTES;
 use proto::{
     status::status,
     v1::{
@@ -20,7 +20,7 @@ pub(crate) struct Front(Arc<Context>);
 
 /// Ready to be added to routes.
 pub(crate) fn server(context: Arc<Context>) -> ImageServiceServer<Front> {
-    ImageServiceServer::new(Front(context)).max_decoding_message_size(MAX_REQUEST_BYTES)
+    ImageServiceServer::new(Front(context)).max_decoding_message_size(MAX_EDIT_BYTES)
 }
 
 #[tonic::async_trait]

@@ -23,6 +23,7 @@ pub(crate) use self::{
 use crate::{
     RouterError,
     dispatch::{Answer, Walk},
+    fetch::Fetcher,
     gate::{Gate, Seat},
     jobs::{JobHandle, Jobs},
     members::Members,
@@ -40,6 +41,8 @@ pub(crate) struct Context {
     pub(crate) chance: Source,
     pub(crate) tasks: Tracker,
     pub(crate) prefixes: Keeper,
+    /// Of pictures that are named by their address.
+    pub(crate) fetcher: Fetcher,
     /// No new request from here on.
     pub(crate) closing: CancellationToken,
     /// Running requests end now.
@@ -80,6 +83,7 @@ impl Context {
             .min(MAX_REQUEST_DEADLINE);
         let deadline = Deadline::after(&clock::SystemClock, timeout);
         let checked = validate::check(request)?;
+        self.fetcher.allows(&checked.images)?;
         let model = self.members.model(&checked.model).await?;
         let request = checked.resolve(&model, &self.chance)?;
         let job = self.jobs.begin(request.accepted())?;

@@ -12,7 +12,7 @@ use proto::{
     v1::{
         Bucket, DenoiseCheckpoint, DenoiseDone, DenoiseImage, DenoisePreview, DenoiseQueued,
         DenoiseRequest, DenoiseResponse, DenoiseStarted, DenoiseStep, ModelInfo, PrefillDone,
-        PrefillRequest, PrefillResponse, PrefixHandle, PrefixRow,
+        PrefillRequest, PrefillResponse, PrefillText, PrefixHandle, PrefixRow,
         ar_stage_service_server::{ArStageService, ArStageServiceServer},
         denoise_response::Event as Denoised,
         dit_worker_service_server::{DitWorkerService, DitWorkerServiceServer},
@@ -273,13 +273,28 @@ impl ArStageService for Script {
             kind: kind.into(),
             prefix: Some(pool.publish()),
         };
-        let mut rows = vec![row(Kind::Cond)];
+        let words = request.task() == proto::v1::PrefillTask::Text;
+        if request.task() != proto::v1::PrefillTask::Unspecified {
+            for text in ["a ", "text"] {
+                let text = text.to_owned();
+                let event = Some(Prefilled::Text(PrefillText { text }));
+                tx.send(Ok(PrefillResponse { event })).await.unwrap();
+            }
+        }
+        let mut rows = Vec::new();
+        rows.extend((!words).then(|| row(Kind::Cond)));
         let both = request.negative_row || matches!(act, Act::Twice);
         rows.extend(both.then(|| row(Kind::Uncond)));
         let done = PrefillDone {
             rows,
             prefill_ms: 1.0,
             publish_ms: 2.0,
+            text: "a text".to_owned(),
+            new_tokens: 2,
+            cut: true,
+            // Asked to find a size, it finds the wide one.
+            height: 32,
+            width: 128,
             ..PrefillDone::default()
         };
         let event = Some(Prefilled::Done(done));

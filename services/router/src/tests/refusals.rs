@@ -152,9 +152,9 @@ async fn however_long_a_prompt_is_it_is_the_callers_fault() {
         (error.code, error.field.as_deref()),
         (Code::InvalidArgument, Some("prompt"))
     );
-    let error = send(10_000_000).await;
+    let error = send(60_000_000).await;
     assert_eq!(error.code, Code::InvalidArgument);
-    assert_eq!(error.message, "the message is larger than 4194304 bytes");
+    assert_eq!(error.message, "the message is larger than 50331648 bytes");
     assert!(stages.cluster.run(request("one")).await.1.is_none());
 }
 

@@ -7,15 +7,22 @@ use base::{
 };
 use proto::{
     size::Size,
-    v1::{Accepted, GenerateRequest, ModelInfo, PreviewKind, Priority, Quality, SizePolicy},
+    v1::{
+        Accepted, GenerateRequest, Mode, ModelInfo, PreviewKind, Priority, Quality, Sampling,
+        SizePolicy, input_image::Source as Shown,
+    },
 };
 
 use crate::{RouterError, sizes};
+
+pub(crate) mod writing;
 
 /// Longest model name that is looked up, in characters.
 const MAX_MODEL_CHARS: usize = 256;
 /// The prompt templates there are.
 const TEMPLATES: [&str; 2] = ["pretrain", "instruct"];
+/// The `size` that leaves it to the model.
+pub const AUTO_SIZE: &str = "auto";
 
 /// A request whose fields are each within their bounds.
 #[derive(Debug, Clone, PartialEq)]
@@ -37,6 +44,21 @@ pub struct Checked {
     previews: u32,
     preview_kind: PreviewKind,
     priority: Priority,
+    mode: Mode,
+    /// Pictures to show.
+    pub images: Vec<Shown>,
+    sampling: Sampling,
+    drop_think: Option<bool>,
+    system_prompt_name: String,
+}
+
+/// Who decides the size, when the request does not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OpenSize {
+    /// The model names one.
+    Model,
+    /// It is that of the first picture.
+    FirstImage,
 }
 
 /// Everything a stage needs to know, nothing left open.
@@ -54,8 +76,22 @@ pub struct ValidRequest {
     pub system_prompt: String,
     /// "pretrain" or "instruct".
     pub template: String,
-    /// One of the model's sizes.
+    /// One of the model's sizes; while it is open, the square one, which stands for it in the cost.
     pub size: Size,
+    /// Who decides the size, if it is open.
+    pub open_size: Option<OpenSize>,
+    /// What is made of the prompt.
+    pub mode: Mode,
+    /// Pictures to show.
+    pub images: Vec<Shown>,
+    /// How words are chosen.
+    pub sampling: Sampling,
+    /// Draw without what was thought.
+    pub drop_think: Option<bool>,
+    /// Selector of a system prompt; may be empty.
+    pub system_prompt_name: String,
+    /// The model's.
+    pub pixels_per_token: u32,
     /// Denoising steps, at least 1.
     pub steps: u32,
     /// Seed of the first image's noise; see [`ValidRequest::seed_of`].
@@ -89,11 +125,19 @@ pub fn check(request: GenerateRequest) -> Result<Checked, RouterError> {
     })?;
     let steps = request.steps.map(steps).transpose()?;
     let n = images(request.n)?;
+    let sampling = request.sampling.unwrap_or_default();
+    writing::sampling(&sampling)?;
+    let system_prompt = system_prompt(request.system_prompt)?;
     Ok(Checked {
+        mode: writing::mode(request.mode)?,
+        images: writing::images(request.images)?,
+        sampling,
+        drop_think: request.drop_think,
+        system_prompt_name: writing::selector(request.system_prompt_name, &system_prompt)?,
         request_id: request_id(&request.request_id)?,
         model: model(request.model)?,
         prompt: prompt(request.prompt)?,
-        system_prompt: system_prompt(request.system_prompt)?,
+        system_prompt,
         policy,
         steps,
         seed: request.seed.map(|first| seed(first, n)).transpose()?,
@@ -114,14 +158,29 @@ impl Checked {
     /// # Errors
     /// A size that the model does not make; a model whose own defaults break the bounds.
     pub fn resolve(self, model: &ModelInfo, chance: &Source) -> Result<ValidRequest, RouterError> {
-        let size = sizes::choose(&model.buckets, &self.size, self.policy)?;
+        let mode = match self.mode {
+            Mode::Unspecified => writing::default_mode(model),
+            given => given,
+        };
+        writing::useful(mode, &self.sampling, self.drop_think)?;
+        writing::known_selector(&self.system_prompt_name, model)?;
+        if mode == Mode::Text {
+            self.no_picture()?;
+        }
+        let open_size = match self.size.as_str() {
+            AUTO_SIZE => Some(OpenSize::Model),
+            "" if !self.images.is_empty() => Some(OpenSize::FirstImage),
+            _ => None,
+        };
+        let wish = open_size.map_or(self.size.as_str(), |_| "");
+        let size = sizes::choose(&model.buckets, wish, self.policy)?;
         let (default_steps, default_guidance) = (model.default_steps, model.default_guidance);
         let default_steps = steps_of(self.quality, default_steps.clamp(1, MAX_STEPS));
         let steps = self.steps.unwrap_or(default_steps);
         let guidance = self
             .guidance
             .unwrap_or(default_guidance.clamp(0.0, MAX_GUIDANCE));
-        let rows = if model.cfg_distilled || guidance <= 1.0 {
+        let rows = if mode == Mode::Text || model.cfg_distilled || guidance <= 1.0 {
             1
         } else {
             2
@@ -131,8 +190,23 @@ impl Checked {
         } else {
             self.template
         };
-        let tokens = tokens(size, model.pixels_per_token);
+        let tokens = match mode {
+            Mode::Text => 0,
+            _ => tokens(size, model.pixels_per_token),
+        };
+        let new_tokens = self.sampling.max_new_tokens.unwrap_or(model.max_new_tokens);
+        let writing = match mode {
+            Mode::Image => 0,
+            _ => u64::from(new_tokens),
+        };
         Ok(ValidRequest {
+            open_size,
+            mode,
+            images: self.images,
+            sampling: self.sampling,
+            drop_think: self.drop_think,
+            system_prompt_name: self.system_prompt_name,
+            pixels_per_token: model.pixels_per_token,
             request_id: self.request_id,
             model: model.name.clone(),
             weights_id: model.weights_id.clone(),
@@ -148,11 +222,29 @@ impl Checked {
             guidance,
             rows,
             tokens,
-            cost: cost(tokens, steps, rows, self.n),
+            cost: cost(tokens, steps, rows, self.n).saturating_add(writing),
             previews: self.previews,
             preview_kind: self.preview_kind,
             priority: self.priority,
         })
+    }
+
+    /// Refuses what only a picture has.
+    fn no_picture(&self) -> Result<(), RouterError> {
+        let given = [
+            ("size", !self.size.is_empty()),
+            ("steps", self.steps.is_some()),
+            ("guidance", self.guidance.is_some()),
+            ("quality", self.quality != Quality::Unspecified),
+            ("n", self.n != 1),
+        ];
+        match given.into_iter().find(|(_, given)| *given) {
+            Some((field, _)) => {
+                let reason = "must be absent in mode text, which makes no picture";
+                Err(RouterError::invalid(field, reason))
+            }
+            None => Ok(()),
+        }
     }
 }
 
@@ -162,13 +254,26 @@ impl ValidRequest {
         self.seed + u64::from(index)
     }
 
+    /// Seed of everything that chance decides before denoising.
+    pub fn prefix_seed(&self) -> u64 {
+        self.sampling.seed.unwrap_or(self.seed)
+    }
+
+    /// Image tokens of a picture of `size`.
+    pub fn tokens_of(&self, size: Size) -> u64 {
+        tokens(size, self.pixels_per_token)
+    }
+
     /// What the client is told first.
     pub fn accepted(&self) -> Accepted {
+        let open = self.open_size.is_some() || self.mode == Mode::Text;
+        let known = |side: u32| if open { 0 } else { side };
         Accepted {
+            mode: self.mode.into(),
             request_id: self.request_id.to_string(),
             model: self.model.clone(),
-            width: self.size.width,
-            height: self.size.height,
+            width: known(self.size.width),
+            height: known(self.size.height),
             seed: self.seed,
             steps: self.steps,
             guidance: self.guidance,
@@ -236,7 +341,7 @@ fn system_prompt(text: String) -> Result<String, RouterError> {
 
 /// Form only: which sizes are legal, the model says. An absurd text is refused without one.
 fn size(text: String) -> Result<String, RouterError> {
-    if !text.is_empty() {
+    if !text.is_empty() && text != AUTO_SIZE {
         let form = Size {
             width: 1,
             height: 1,

@@ -245,6 +245,11 @@ prop_compose! {
             request_id, model, prompt, size, size_policy: size_policy % 4, steps, seed,
             guidance: scale, template, system_prompt, n: n % 12, quality: size_policy % 5,
             previews: n % 5, preview_kind: size_policy % 4, priority: size_policy % 5,
+            mode: size_policy % 7, drop_think: steps.map(|steps| steps > 0),
+            sampling: Some(Sampling {
+                temperature: scale, top_k: Some(n), top_p: scale, max_new_tokens: Some(n),
+                ..Sampling::default()
+            }),
             ..GenerateRequest::default()
         }
     }
@@ -266,5 +271,141 @@ proptest! {
                 prop_assert!(error.field().is_some());
             }
         }
+    }
+}
+
+/// A PNG of 2x2 pixels.
+const PICTURE: &[u8] = &[
+    0x89, 0x50, 0x4e, 0x47, 0x0d, 0x0a, 0x1a, 0x0a, 0, 0, 0, 0x0d, 0x49, 0x48, 0x44, 0x52, 0, 0, 0,
+    2, 0, 0, 0, 2, 8, 2, 0, 0, 0, 0xfd, 0xd4, 0x9a, 0x73, 0, 0, 0, 0x10, 0x49, 0x44, 0x41, 0x54,
+    0x78, 0x9c, 0x63, 0xf8, 0xcf, 0xc0, 0, 0x44, 0x0c, 0x10, 0x0a, 0, 0x1f, 0xee, 3, 0xfd, 0x8b,
+    0xd6, 0x15, 0x4d, 0, 0, 0, 0, 0x49, 0x45, 0x4e, 0x44, 0xae, 0x42, 0x60, 0x82,
+];
+
+fn shown(bytes: &[u8]) -> proto::v1::InputImage {
+    proto::v1::InputImage {
+        source: Some(Shown::Data(bytes.to_vec())),
+    }
+}
+
+#[test]
+fn who_decides_the_size_is_told_from_what_is_given() {
+    let open = |size: &str, images: usize| {
+        let valid = run(GenerateRequest {
+            size: size.into(),
+            images: vec![shown(PICTURE); images],
+            ..request()
+        })
+        .unwrap();
+        (valid.open_size, valid.accepted().width)
+    };
+    assert_eq!(open("", 0), (None, 256));
+    assert_eq!(open("512x128", 1), (None, 512));
+    assert_eq!(open("", 3), (Some(OpenSize::FirstImage), 0));
+    assert_eq!(open(AUTO_SIZE, 1), (Some(OpenSize::Model), 0));
+    assert_eq!(open(AUTO_SIZE, 0), (Some(OpenSize::Model), 0));
+}
+
+#[test]
+fn the_mode_is_the_models_unless_it_is_given() {
+    let model = ModelInfo {
+        default_mode: "think_recaption".into(),
+        max_new_tokens: 100,
+        ..tiny()
+    };
+    let mode = |mode: Mode| {
+        let request = GenerateRequest {
+            mode: mode.into(),
+            ..request()
+        };
+        let valid = check(request).unwrap().resolve(&model, &Source::seeded(3));
+        valid.unwrap()
+    };
+    assert_eq!(mode(Mode::Unspecified).mode, Mode::ThinkRecaption);
+    assert_eq!(mode(Mode::Image).mode, Mode::Image);
+    // Words cost, too.
+    assert_eq!(mode(Mode::Think).cost, mode(Mode::Image).cost + 100);
+    let words = mode(Mode::Text);
+    assert_eq!((words.cost, words.rows), (100, 1));
+    assert_eq!((words.accepted().width, words.accepted().height), (0, 0));
+}
+
+#[test]
+fn what_a_mode_has_no_use_for_is_refused_by_name() {
+    let with = |mode: Mode, field: &str, change: fn(&mut GenerateRequest)| {
+        refused(field, |bad| {
+            bad.mode = mode.into();
+            change(bad);
+        });
+    };
+    with(Mode::Image, "temperature", |bad| {
+        bad.sampling.get_or_insert_default().temperature = Some(1.0);
+    });
+    with(Mode::Image, "max_new_tokens", |bad| {
+        bad.sampling.get_or_insert_default().max_new_tokens = Some(1);
+    });
+    with(Mode::Recaption, "drop_think", |bad| {
+        bad.drop_think = Some(true)
+    });
+    with(Mode::Text, "size", |bad| bad.size = "256x256".into());
+    with(Mode::Text, "steps", |bad| bad.steps = Some(4));
+    with(Mode::Text, "guidance", |bad| bad.guidance = Some(4.0));
+    with(Mode::Text, "quality", |bad| bad.quality = 1);
+    with(Mode::Text, "n", |bad| bad.n = 2);
+}
+
+#[test]
+fn sampling_pictures_and_selectors_have_bounds() {
+    let sampled = |field: &str, change: fn(&mut Sampling)| {
+        refused(field, |bad| {
+            bad.mode = Mode::Think.into();
+            change(bad.sampling.get_or_insert_default());
+        });
+    };
+    sampled("temperature", |s| s.temperature = Some(2.1));
+    sampled("temperature", |s| s.temperature = Some(f64::NAN));
+    sampled("top_p", |s| s.top_p = Some(0.0));
+    sampled("top_p", |s| s.top_p = Some(1.1));
+    sampled("top_k", |s| s.top_k = Some(0));
+    sampled("repetition_penalty", |s| s.repetition_penalty = Some(0.1));
+    sampled("sampling_seed", |s| s.seed = Some(u64::MAX));
+    sampled("max_new_tokens", |s| s.max_new_tokens = Some(0));
+    sampled("max_new_tokens", |s| s.max_new_tokens = Some(16_385));
+    refused("mode", |bad| bad.mode = 77);
+    refused("images", |bad| bad.images = vec![shown(PICTURE); 4]);
+    refused("images", |bad| {
+        bad.images = vec![shown(PICTURE), shown(b"")]
+    });
+    refused("images", |bad| bad.images = vec![shown(&PICTURE[..60])]);
+    refused("images", |bad| bad.images = vec![Default::default()]);
+    refused("system_prompt_name", |bad| {
+        bad.system_prompt_name = "en_unified".into()
+    });
+    refused("system_prompt_name", |bad| {
+        bad.system_prompt_name = "x".repeat(65)
+    });
+    refused("system_prompt_name", |bad| {
+        bad.system_prompt_name = "none".into();
+        bad.system_prompt = "be kind".into();
+    });
+    let model = ModelInfo {
+        system_prompts: vec![proto::v1::SystemPrompt {
+            name: "en_unified".into(),
+            fingerprint: "78b97adc8e7c851e".into(),
+        }],
+        ..tiny()
+    };
+    for name in ["en_unified", "78B97ADC8E7C851E", "none", "dynamic", ""] {
+        let known = GenerateRequest {
+            system_prompt_name: name.into(),
+            ..request()
+        };
+        assert!(
+            check(known)
+                .unwrap()
+                .resolve(&model, &Source::seeded(3))
+                .is_ok(),
+            "{name}"
+        );
     }
 }

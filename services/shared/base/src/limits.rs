@@ -23,6 +23,12 @@ pub const MAX_PREVIEWS: u32 = 3;
 /// Largest request message a server decodes, in bytes. Far above two prompts of 4-byte characters,
 /// so that a prompt that is too long is still read and blamed by name.
 pub const MAX_REQUEST_BYTES: usize = 4 * 1024 * 1024;
+/// Likewise for a request that may carry pictures, and largest body of such a one: three files, base64 and all.
+pub const MAX_EDIT_BYTES: usize = 48 * 1024 * 1024;
+/// Pictures of one request; HunyuanImage-3.0 is shown at most three.
+pub const MAX_PICTURES: usize = 3;
+/// Most tokens of one text that a request may ask for.
+pub const MAX_NEW_TOKENS: u32 = 16_384;
 /// Largest response message a client decodes, in bytes: one PNG of the largest bucket, and slack.
 pub const MAX_RESPONSE_BYTES: usize = 64 * 1024 * 1024;
 

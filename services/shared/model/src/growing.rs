@@ -167,3 +167,49 @@ impl Model {
         Ok(given.collect())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(ids: &[u32], full: &[Range<usize>]) -> GrowingRow {
+        GrowingRow {
+            ids: ids.to_vec(),
+            images: Vec::new(),
+            full: full.to_vec(),
+            vectors: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn pieces_cover_a_row_and_never_cut_a_span() {
+        let ids: Vec<u32> = (0..40).collect();
+        let row = row(&ids, &[3..9, 9..20, 31..40]);
+        for budget in 1..50 {
+            let mut at = 0;
+            while at < ids.len() {
+                let end = row.piece_end(at, budget);
+                assert!(end > at, "{budget} {at}");
+                let cut = |span: &Range<usize>| span.start < end && end < span.end;
+                assert!(!row.full.iter().any(cut), "{budget} {at}..{end}");
+                let span = row
+                    .full
+                    .iter()
+                    .any(|span| span.start == at && span.end == end);
+                assert!(end - at <= budget || span, "{budget} {at}..{end}");
+                at = end;
+            }
+            assert_eq!((at, row.piece_end(at, budget)), (40, 40));
+        }
+    }
+
+    #[test]
+    fn what_rows_share_ends_before_a_span_that_only_begins_alike() {
+        let spans = std::slice::from_ref(&(2..5));
+        let one = row(&[1, 2, 7, 7, 7, 3, 4], spans);
+        assert_eq!(one.shared_with(&row(&[1, 2, 7, 7, 7, 3, 9], spans)), 6);
+        assert_eq!(one.shared_with(&row(&[1, 2, 7, 7, 8, 3, 4], spans)), 2);
+        assert_eq!(one.shared_with(&one), 7);
+        assert_eq!(one.shared_with(&row(&[5], &[])), 0);
+    }
+}

@@ -1,7 +1,7 @@
 //! What clients read: the images, and the `omni` object that says what was really run.
 use base::{Code, Failure};
 use base64::{Engine as _, engine::general_purpose::STANDARD};
-use proto::v1::{Accepted, Done, Image, Timings};
+use proto::v1::{Accepted, Done, Image, Mode, Timings, Written};
 use serde_json::{Map, Value, json};
 
 use super::encode::Output;
@@ -23,6 +23,8 @@ pub(super) struct Run {
     pub(super) output: Output,
     /// When it was accepted, in seconds since the Unix epoch.
     pub(super) created: u64,
+    /// What was written, once it was.
+    pub(super) written: Option<Written>,
 }
 
 impl Picture {
@@ -55,8 +57,48 @@ impl Picture {
 }
 
 impl Run {
+    /// Of the pictures; auto while it is open.
     pub(super) fn size(&self) -> String {
-        format!("{}x{}", self.accepted.width, self.accepted.height)
+        let written = self.written.as_ref();
+        let found = written.map_or((0, 0), |written| (written.width, written.height));
+        let given = (self.accepted.width, self.accepted.height);
+        match [given, found].into_iter().find(|(width, _)| *width > 0) {
+            Some((width, height)) => format!("{width}x{height}"),
+            None => "auto".to_owned(),
+        }
+    }
+
+    fn is_text(&self) -> bool {
+        self.accepted.mode() == Mode::Text
+    }
+
+    /// Pictures that are to come.
+    pub(super) fn pictures(&self) -> u32 {
+        if self.is_text() { 0 } else { self.accepted.n }
+    }
+
+    /// Why an answer ends.
+    pub(super) fn finish(&self) -> &'static str {
+        let cut = self.written.as_ref().is_some_and(|written| written.cut);
+        if self.is_text() && cut {
+            "length"
+        } else {
+            "stop"
+        }
+    }
+
+    fn text(&self) -> &str {
+        self.written.as_ref().map_or("", |written| &written.text)
+    }
+
+    /// What was written, and what it led to.
+    fn writing(&self) -> Option<Value> {
+        let written = self.written.as_ref()?;
+        Some(json!({
+            "text": written.text, "tokens": written.tokens, "cut": written.cut,
+            "size_fallback": written.size_fallback, "reused_tokens": written.reused_tokens,
+            "system_prompt": written.system_prompt,
+        }))
     }
 
     /// What runs; known from the first moment on.
@@ -71,11 +113,20 @@ impl Run {
             "steps": accepted.steps,
             "guidance": accepted.guidance,
             "template": accepted.template,
+            "mode": mode_name(accepted.mode()),
         });
-        match object {
+        let mut map = match object {
             Value::Object(map) => map,
             _ => Map::new(),
+        };
+        if self.is_text() {
+            map.remove("size");
         }
+        map.extend(
+            self.writing()
+                .map(|writing| ("writing".to_owned(), writing)),
+        );
+        map
     }
 
     /// The whole object, once everything is over.
@@ -115,6 +166,8 @@ impl Run {
     /// Tokens read and made: of the prompt's prefix, and of all images.
     fn tokens(&self, done: &Done) -> (u64, u64) {
         let made = done.image_tokens.saturating_mul(self.accepted.n.into());
+        let written = self.written.as_ref().map_or(0, |written| written.tokens);
+        let made = made.saturating_add(written.into());
         (u64::from(done.prefix_tokens), made)
     }
 
@@ -152,16 +205,20 @@ impl Run {
         })
     }
 
-    /// Answer of the chat API: one choice an image.
+    /// Answer of the chat API: one choice an image, or one of words alone.
     pub(super) fn chat(&self, pictures: &[Picture], done: &Done) -> Value {
-        let choices: Vec<_> = pictures
-            .iter()
-            .map(|picture| {
-                let images = chat_images(picture, self.output);
-                let message = json!({ "role": "assistant", "content": "", "images": images });
-                json!({ "index": picture.index, "message": message, "finish_reason": "stop" })
-            })
-            .collect();
+        let choice = |index: u32, images: Value| {
+            let message = json!({
+                "role": "assistant", "content": self.text(), "images": images,
+            });
+            json!({ "index": index, "message": message, "finish_reason": self.finish() })
+        };
+        let with_picture =
+            |picture: &Picture| choice(picture.index, chat_images(picture, self.output));
+        let choices: Vec<_> = match self.is_text() {
+            true => vec![choice(0, json!([]))],
+            false => pictures.iter().map(with_picture).collect(),
+        };
         json!({
             "id": self.accepted.request_id,
             "object": "chat.completion",
@@ -171,6 +228,17 @@ impl Run {
             "usage": self.chat_usage(done),
             "omni": self.omni(&pictures.iter().collect::<Vec<_>>(), done),
         })
+    }
+}
+
+/// As requests spell it.
+pub(super) fn mode_name(mode: Mode) -> &'static str {
+    match mode {
+        Mode::Unspecified | Mode::Image => "image",
+        Mode::Think => "think",
+        Mode::Recaption => "recaption",
+        Mode::ThinkRecaption => "think_recaption",
+        Mode::Text => "text",
     }
 }
 

@@ -3,7 +3,10 @@ use axum::{
     body::{Body, BodyDataStream, Bytes},
     http::{HeaderMap, StatusCode, header::CONTENT_LENGTH, header::CONTENT_TYPE},
 };
-use base::{Code, Failure, limits::MAX_REQUEST_BYTES};
+use base::{
+    Code, Failure,
+    limits::{MAX_EDIT_BYTES, MAX_REQUEST_BYTES},
+};
 use futures_util::{StreamExt as _, stream};
 use serde::{
     Deserialize, Deserializer,
@@ -15,8 +18,6 @@ use tokio::sync::Semaphore;
 
 use super::{error::HttpError, fields::Endpoint, schema::Raw};
 
-/// Largest body of an edit, in bytes: three pictures, base64 and all.
-pub(super) const MAX_EDIT_BYTES: usize = 48 << 20;
 /// Bodies that are read at once; their sum bounds the memory of requests on the way in.
 pub(super) const MAX_READING: usize = 64;
 /// Large bodies among them.
@@ -77,13 +78,16 @@ impl Reader {
         headers: &HeaderMap,
         chunks: &mut BodyDataStream,
     ) -> Result<Sent, HttpError> {
-        let (limit, readers) = match endpoint {
-            Endpoint::Edits => (MAX_EDIT_BYTES, &self.large),
-            _ => (MAX_REQUEST_BYTES, &self.small),
-        };
         let media = Media::of(headers)?;
         let length = headers.get(CONTENT_LENGTH);
         let length = length.and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
+        let small = length.is_some_and(|length| length <= MAX_REQUEST_BYTES as u64);
+        let (limit, readers) = match endpoint {
+            Endpoint::Generations => (MAX_REQUEST_BYTES, &self.small),
+            // A message of a chat may have pictures, but few do.
+            Endpoint::Chat if small => (MAX_REQUEST_BYTES, &self.small),
+            Endpoint::Edits | Endpoint::Chat => (MAX_EDIT_BYTES, &self.large),
+        };
         if length.is_some_and(|length| length > limit as u64) {
             return Err(too_large(limit));
         }
@@ -310,7 +314,7 @@ mod tests {
         headers.insert(CONTENT_LENGTH, HeaderValue::from(MAX_REQUEST_BYTES + 1));
         let never = Body::from_stream(stream::pending::<Result<Bytes, std::io::Error>>());
         let reader = Reader::new(Duration::from_secs(20));
-        let error = reader.read(Endpoint::Chat, &headers, never).await;
+        let error = reader.read(Endpoint::Generations, &headers, never).await;
         assert_eq!(status(error.unwrap_err()), 413);
     }
 

@@ -55,6 +55,8 @@ impl HttpError {
         } = &self.failure;
         let param = field.as_deref().map(|field| match field {
             "request_id" => REQUEST_ID,
+            // The images API has one name for them.
+            "images" => "image",
             other => other,
         });
         json!({

@@ -88,6 +88,12 @@ impl Feed {
                 Ok(self.teller.progress(None, omni))
             }
             Some(Event::Text(text)) => Ok(self.teller.text(&text.text)),
+            Some(Event::Written(written)) => {
+                self.teller.run.written = Some(written);
+                let mut omni = self.teller.run.effective();
+                omni.insert("type".to_owned(), "written".into());
+                Ok(self.teller.progress(None, omni.into()))
+            }
             Some(Event::Preview(preview)) => {
                 let Preview {
                     index,
@@ -247,7 +253,7 @@ impl Teller {
     fn done(&mut self, done: &Done) -> Result<String, HttpError> {
         let last = self.pictures.last().map(|picture| picture.index);
         let pictures = std::mem::take(&mut self.pictures);
-        self.pictures = complete(pictures, self.run.accepted.n)?;
+        self.pictures = complete(pictures, self.run.pictures())?;
         match self.dialect {
             Dialect::Images => {
                 let last = self
@@ -257,7 +263,7 @@ impl Teller {
                 Ok(last.map_or_else(String::new, |picture| self.completed(picture, Some(done))))
             }
             Dialect::Chat => {
-                let choices = self.every_choice(&json!({}), &"stop".into());
+                let choices = self.every_choice(&json!({}), &self.run.finish().into());
                 let omni = self
                     .run
                     .omni(&self.pictures.iter().collect::<Vec<_>>(), done);

@@ -2,11 +2,13 @@
 //! [`super::openapi`] documents it. Bounds are those of [`base::limits`], which [`crate::validate`]
 //! checks once more for every door.
 use base::limits::{
-    MAX_GUIDANCE, MAX_IMAGES, MAX_PREVIEWS, MAX_PROMPT_CHARS, MAX_REQUEST_DEADLINE, MAX_SEED,
-    MAX_STEPS,
+    MAX_GUIDANCE, MAX_IMAGES, MAX_NEW_TOKENS, MAX_PICTURES, MAX_PREVIEWS, MAX_PROMPT_CHARS,
+    MAX_REQUEST_DEADLINE, MAX_SEED, MAX_STEPS,
 };
 
-use super::pictures::MAX_PICTURES;
+use crate::validate::writing::{
+    MAX_SELECTOR_CHARS, MAX_TOP_K, REPETITION_PENALTY, TEMPERATURE, TOP_P,
+};
 
 /// Longest `user` and `model`, in characters.
 const MAX_LABEL_CHARS: usize = 256;
@@ -110,13 +112,14 @@ pub(super) const FIELDS: &[Field] = &[
         "image",
         Kind::Pictures(MAX_PICTURES),
         &[Edits],
-        "Pictures to edit: files `image` or `image[]` of a form, or data URLs in JSON.",
+        "Pictures to edit: files `image` or `image[]` of a form, or URLs in JSON: of data, or of a \
+         place that this server may fetch from.",
     )),
     field(
         "mask",
         Kind::Pictures(1),
         &[Edits],
-        "PNG of the size of the first picture; what is transparent may change.",
+        "PNG of the size of the first picture. The model has no masks: answered with status 501.",
     ),
     field(
         "model",
@@ -134,7 +137,8 @@ pub(super) const FIELDS: &[Field] = &[
         "size",
         Kind::Size,
         ALL,
-        "WIDTHxHEIGHT in pixels, one of the model's sizes; auto or absent: its square size.",
+        "WIDTHxHEIGHT in pixels, one of the model's sizes; auto: the model names one. Absent: the size \
+         nearest to the first picture's shape, or without pictures the square one.",
     ),
     field(
         "quality",
@@ -183,7 +187,7 @@ pub(super) const FIELDS: &[Field] = &[
         "modalities",
         Kind::Words(&["image", "text"]),
         &[Chat],
-        "Must hold image when given.",
+        "Text alone: an answer in words, and no picture. Else, and when absent, pictures.",
     ),
     field(
         "user",
@@ -238,6 +242,72 @@ pub(super) const FIELDS: &[Field] = &[
         Kind::Word(&["interactive", "standard", "background"]),
         ALL,
         "Who goes first; a lower class goes on later from where it stood. Default standard.",
+    ),
+    extension(
+        "mode",
+        Kind::Word(&["image", "think", "recaption", "think_recaption"]),
+        ALL,
+        "What the model writes before it draws. Absent: the model's default.",
+    ),
+    extension(
+        "drop_think",
+        Kind::Flag,
+        ALL,
+        "Draw without what was thought. Absent: the model's default.",
+    ),
+    extension(
+        "system_prompt_name",
+        Kind::Text(MAX_SELECTOR_CHARS),
+        ALL,
+        "One of the model's system prompts by name or fingerprint, none or dynamic.",
+    ),
+    field(
+        "temperature",
+        Kind::Number(TEMPERATURE.0, TEMPERATURE.1),
+        ALL,
+        "Of the words that the model writes; 0 takes the most likely ones. Absent: the model's default.",
+    ),
+    field(
+        "top_p",
+        Kind::Number(TOP_P.0, TOP_P.1),
+        ALL,
+        "Only the most likely tokens that reach this probability together may come.",
+    ),
+    extension(
+        "top_k",
+        Kind::Whole(1, MAX_TOP_K as u64),
+        ALL,
+        "Only so many of the most likely tokens may come.",
+    ),
+    extension(
+        "repetition_penalty",
+        Kind::Number(REPETITION_PENALTY.0, REPETITION_PENALTY.1),
+        ALL,
+        "Makes tokens less likely that stand there already; 1 is off.",
+    ),
+    extension(
+        "sampling_seed",
+        Kind::Whole(0, MAX_SEED),
+        ALL,
+        "Of all that chance decides before denoising: words, and how pictures are looked at. Absent: seed.",
+    ),
+    extension(
+        "max_new_tokens",
+        Kind::Whole(1, MAX_NEW_TOKENS as u64),
+        IMAGES,
+        "Most tokens that are written.",
+    ),
+    field(
+        "max_completion_tokens",
+        Kind::Whole(1, MAX_NEW_TOKENS as u64),
+        &[Chat],
+        "Most tokens that are written.",
+    ),
+    field(
+        "max_tokens",
+        Kind::Whole(1, MAX_NEW_TOKENS as u64),
+        &[Chat],
+        "The same by its older name; only one of them may be given.",
     ),
     extension(
         "system_prompt",

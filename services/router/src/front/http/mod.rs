@@ -32,7 +32,7 @@ use base::{
     Code, Failure, RequestId,
     clock::{self, Clock as _, SystemClock},
 };
-use proto::v1::{Done, Image, generate_response::Event};
+use proto::v1::{Done, Image, generate_response::Event, input_image::Source};
 use telemetry::names;
 use tokio::sync::{Semaphore, mpsc};
 
@@ -45,11 +45,11 @@ use self::{
     error::{HttpError, REQUEST_ID},
     events::{Dialect, Teller},
     fields::Endpoint,
-    order::Order,
+    order::{Order, Said},
     schema::Fields,
 };
 use super::Context;
-use crate::{dispatch::Answer, validate};
+use crate::dispatch::Answer;
 
 /// Says, in requests of a browser, whose page it acts for. A page of another site could not read an
 /// answer, but with a form it could make a server work that listens on the user's machine alone.
@@ -160,9 +160,8 @@ async fn generations(
 ) -> Result<Response, HttpError> {
     let order = async {
         let mut fields = desk.fields(Endpoint::Generations, request).await?;
-        let prompt = fields.text("prompt").unwrap_or_default();
-        let system_prompt = fields.text("system_prompt").unwrap_or_default();
-        Ok(Order::new(fields, &id, prompt, system_prompt)?)
+        let said = said(&mut fields);
+        Ok(Order::new(fields, &id, said)?)
     };
     let order = order.await.map_err(|error| desk.counted(error))?;
     desk.serve(order, Dialect::Images).await
@@ -175,63 +174,69 @@ async fn chat_completions(
 ) -> Result<Response, HttpError> {
     let order = async {
         let mut fields = desk.fields(Endpoint::Chat, request).await?;
-        if fields
-            .words("modalities")
-            .is_some_and(|words| !words.contains(&"image"))
-        {
-            let reason = "modalities must hold image, for that is what this model answers";
+        let words = fields.words("modalities");
+        if words.is_some_and(<[_]>::is_empty) {
+            let reason = "modalities must hold image or text";
             return Err(HttpError::from(Failure::invalid("modalities", reason)));
         }
+        let text_only = words.is_some_and(|words| !words.contains(&"image"));
         let messages = fields.json("messages").unwrap_or_default();
         let said = chat::conversation(&messages)?;
-        Ok(Order::new(fields, &id, said.prompt, said.system_prompt)?)
+        Ok(Order::new(fields, &id, Said { text_only, ..said })?)
     };
     let order = order.await.map_err(|error| desk.counted(error))?;
     desk.serve(order, Dialect::Chat).await
 }
 
-/// Everything is checked as if pictures could be edited, so that a client learns of its mistakes
-/// first.
 async fn edits(
     State(desk): State<Desk>,
     Extension(id): Extension<RequestId>,
     request: Request,
 ) -> Result<Response, HttpError> {
-    let checked = async {
+    let order = async {
         let mut fields = desk.fields(Endpoint::Edits, request).await?;
-        check_pictures(&fields)?;
-        let prompt = fields.text("prompt").unwrap_or_default();
-        let system_prompt = fields.text("system_prompt").unwrap_or_default();
-        let order = Order::new(fields, &id, prompt, system_prompt)?;
-        let checked = validate::check(order.request)?;
-        let context = &desk.0.context;
-        let model = context.members.model(&checked.model).await?;
-        checked.resolve(&model, &context.chance)?;
-        let message = "image: editing pictures is not built in this version";
-        Err(Failure::new(Code::Unimplemented, message)
-            .with_field("image")
-            .into())
+        let images = fields.pictures("image");
+        check_mask(&images, &fields.pictures("mask"))?;
+        let said = said(&mut fields);
+        Ok(Order::new(fields, &id, Said { images, ..said })?)
     };
-    let refused: Result<Response, HttpError> = checked.await;
-    refused.map_err(|error| desk.counted(error))
+    let order = order.await.map_err(|error| desk.counted(error))?;
+    desk.serve(order, Dialect::Images).await
 }
 
-fn check_pictures(fields: &Fields) -> Result<(), Failure> {
-    let blame = |name: &str, reason: String| Failure::invalid(name, format!("{name} {reason}"));
-    let mut first = None;
-    for bytes in fields.pictures("image") {
-        let header = pictures::header(bytes).map_err(|reason| blame("image", reason))?;
-        first = first.or(Some(header));
+fn said(fields: &mut Fields) -> Said {
+    Said {
+        prompt: fields.text("prompt").unwrap_or_default(),
+        system_prompt: fields.text("system_prompt").unwrap_or_default(),
+        ..Said::default()
     }
-    for bytes in fields.pictures("mask") {
-        let mask = pictures::header(bytes).map_err(|reason| blame("mask", reason))?;
-        let size = first.map(|picture| (picture.width, picture.height));
-        if mask.media != pictures::Media::Png || size != Some((mask.width, mask.height)) {
-            let reason = "must be a PNG of the size of the first picture";
-            return Err(blame("mask", reason.to_owned()));
+}
+
+/// A client learns of its mistakes first, and then that there are no masks.
+fn check_mask(images: &[Source], masks: &[Source]) -> Result<(), Failure> {
+    let header = |name: &str, source: &Source| match source {
+        Source::Data(bytes) => ingest::header(name, bytes, &ingest::Limits::default())
+            .map_err(|error| Failure::invalid(name, error.to_string())),
+        Source::Url(_) => {
+            let reason = format!("{name} must carry its bytes where there is a mask");
+            Err(Failure::invalid(name, reason))
         }
+    };
+    let Some(mask) = masks.first() else {
+        return Ok(());
+    };
+    let mask = header("mask", mask)?;
+    let first = images
+        .first()
+        .map(|image| header("image", image))
+        .transpose()?;
+    let size = first.map(|picture| (picture.width, picture.height));
+    if mask.format != ingest::Format::Png || size != Some((mask.width, mask.height)) {
+        let reason = "mask must be a PNG of the size of the first picture";
+        return Err(Failure::invalid("mask", reason));
     }
-    Ok(())
+    let message = "mask: the model has no masks; say in words what is to change";
+    Err(Failure::new(Code::Unimplemented, message).with_field("mask"))
 }
 
 impl Desk {
@@ -260,10 +265,11 @@ impl Desk {
         let Some(Event::Accepted(accepted)) = next(&mut answers).await? else {
             return Err(Failure::new(Code::Internal, "the request did not begin").into());
         };
-        let run = Run {
+        let mut run = Run {
             accepted,
             output,
             created: unix_seconds(),
+            written: None,
         };
         if stream {
             let teller = Teller {
@@ -277,7 +283,7 @@ impl Desk {
             ];
             return Ok((head, events::body(self.clone(), answers, teller)).into_response());
         }
-        let (pictures, done) = self.collect(&mut answers, &run).await?;
+        let (pictures, done) = self.collect(&mut answers, &mut run).await?;
         let answer = match dialect {
             Dialect::Images => run.images(&pictures, &done),
             Dialect::Chat => run.chat(&pictures, &done),
@@ -288,14 +294,15 @@ impl Desk {
     async fn collect(
         &self,
         answers: &mut mpsc::Receiver<Answer>,
-        run: &Run,
+        run: &mut Run,
     ) -> Result<(Vec<Picture>, Done), HttpError> {
         let mut pictures = Vec::new();
         loop {
             match next(answers).await? {
                 Some(Event::Image(image)) => pictures.push(self.draw(image, run.output).await?),
+                Some(Event::Written(written)) => run.written = Some(written),
                 Some(Event::Done(done)) => {
-                    return Ok((complete(pictures, run.accepted.n)?, done));
+                    return Ok((complete(pictures, run.pictures())?, done));
                 }
                 _ => {}
             }

@@ -6,8 +6,8 @@ use axum::{
 use proto::v1::ModelInfo;
 use serde_json::{Value, json};
 
-use super::{Desk, error::HttpError};
-use crate::{RouterError, sizes};
+use super::{Desk, answer::mode_name, error::HttpError};
+use crate::{RouterError, sizes, validate::writing::default_mode};
 
 /// Every model that has all of its stages.
 pub(super) async fn list(State(desk): State<Desk>) -> Json<Value> {
@@ -34,6 +34,11 @@ fn card(model: &ModelInfo, desk: &Desk) -> Value {
         .iter()
         .map(|bucket| sizes::size_of(bucket).to_string())
         .collect();
+    let prompts: Vec<_> = model
+        .system_prompts
+        .iter()
+        .map(|prompt| json!({ "name": prompt.name, "fingerprint": prompt.fingerprint }))
+        .collect();
     json!({
         "id": model.name,
         "object": "model",
@@ -46,6 +51,8 @@ fn card(model: &ModelInfo, desk: &Desk) -> Value {
             "default_steps": model.default_steps,
             "default_guidance": model.default_guidance,
             "default_template": model.default_template,
+            "default_mode": mode_name(default_mode(model)),
+            "system_prompts": prompts,
             "max_sequence_tokens": model.max_sequence_tokens,
         },
     })

@@ -1,9 +1,9 @@
 //! The OpenAPI document: requests out of the table that parses them, answers as [`super::answer`]
 //! and [`super::events`] write them.
+use base::limits::MAX_EDIT_BYTES;
 use serde_json::{Map, Value, json};
 
 use super::{
-    body::MAX_EDIT_BYTES,
     error::{KINDS, REQUEST_ID},
     fields::{Endpoint, Field, Kind, fields},
 };
@@ -31,11 +31,11 @@ pub fn document() -> Value {
             ) },
             "/v1/images/edits": { "post": post(
                 Endpoint::Edits, "createImageEdit",
-                "Edit pictures. This version checks everything and answers 501",
+                "Make images from pictures and a prompt",
                 "ImagesResponse", "ImageEvent",
             ) },
             "/v1/chat/completions": { "post": post(
-                Endpoint::Chat, "createChatCompletion", "Answer one user message with images",
+                Endpoint::Chat, "createChatCompletion", "Answer one user message with images or words",
                 "ChatCompletion", "ChatCompletionChunk",
             ) },
             "/v1/models": { "get": get("listModels", "What is served now", "Models", json!([])) },
@@ -221,8 +221,10 @@ fn number() -> Value {
 fn picture() -> Value {
     json!({
         "description": format!(
-            "A PNG, JPEG or WebP picture: a file of a form, or a data URL in JSON, as a string or \
-            under image_url. A request of at most {MAX_EDIT_BYTES} bytes."
+            "A PNG, JPEG, WebP or GIF picture: a file of a form, or a URL in JSON (of data, or of a \
+            place that this server may fetch from), as a string or under image_url. Turned upright, \
+            flattened on white, of an animation the first frame. A request of at most \
+            {MAX_EDIT_BYTES} bytes."
         ),
         "anyOf": [
             { "type": "string" },
@@ -232,7 +234,13 @@ fn picture() -> Value {
 }
 
 fn chat_message() -> Value {
-    let part = object(json!({ "type": word("text"), "text": text() }));
+    let words = object(json!({ "type": word("text"), "text": text() }));
+    let url = json!({
+        "type": "object", "additionalProperties": false, "required": ["url"],
+        "properties": { "url": text(), "detail": text() },
+    });
+    let picture = object(json!({ "type": word("image_url"), "image_url": url }));
+    let part = json!({ "anyOf": [words, picture] });
     json!({
         "type": "object", "additionalProperties": false, "required": ["role", "content"],
         "properties": {
@@ -262,10 +270,21 @@ fn omni() -> Value {
         "request_id": text(), "model": text(), "size": { "type": "string", "pattern": SIZE_PATTERN },
         "n": whole(), "seed": whole(), "steps": whole(), "guidance": number(), "template": text(),
         "images": list(object(image)), "ar_stage": text(), "transport": text(),
-        "transfer_bytes": whole(), "timings": object(timings.into()),
+        "transfer_bytes": whole(), "timings": object(timings.into()), "mode": text(),
+    }));
+    // Words alone have no size.
+    if let Some(required) = schema["required"].as_array_mut() {
+        required.retain(|name| name != "size");
+    }
+    schema["properties"]["writing"] = object(json!({
+        "text": text(), "tokens": whole(), "cut": { "type": "boolean" },
+        "size_fallback": { "type": "boolean" }, "reused_tokens": whole(), "system_prompt": text(),
     }));
     schema["description"] = "What was really run: effective size, seed, steps and guidance; which \
-        members worked; what carried the prefix; milliseconds, of several images the longest"
+        members worked; what carried the prefix; milliseconds, of several images the longest. Where \
+        the model wrote or chose a size, writing says what: the text, whether the token limit cut it, \
+        whether no size was named and the square one taken, the tokens of the prefix that came from \
+        the text, the fingerprint of the system prompt that was used by name"
         .into();
     schema
 }
@@ -286,12 +305,12 @@ fn images_response() -> Value {
 fn image_event() -> Value {
     json!({
         "type": "object", "required": ["type"],
-        "description": "Events by type: omni.accepted (what will run), omni.queued, omni.text, \
-            omni.step (step, steps, index), image_generation.completed (one an image: b64_json, \
+        "description": "Events by type: omni.accepted (what will run), omni.queued, omni.text (a \
+            piece of what is written), omni.written (all of it, and the size), omni.step (step, steps, index), image_generation.completed (one an image: b64_json, \
             image_index; the last one with usage and the whole omni object), error (then it ends).",
         "properties": {
             "type": { "type": "string", "enum": [
-                "omni.accepted", "omni.queued", "omni.text", "omni.step",
+                "omni.accepted", "omni.queued", "omni.text", "omni.written", "omni.step",
                 "image_generation.completed", "error",
             ] },
             "omni": { "type": "object" },
@@ -315,11 +334,16 @@ fn chat_usage() -> Value {
     }))
 }
 
+/// An answer in words may reach its token limit.
+fn finish() -> Value {
+    json!({ "type": "string", "enum": ["stop", "length"] })
+}
+
 fn chat_completion() -> Value {
     let message = object(json!({
         "role": word("assistant"), "content": text(), "images": chat_images(),
     }));
-    let choice = json!({ "index": whole(), "message": message, "finish_reason": word("stop") });
+    let choice = json!({ "index": whole(), "message": message, "finish_reason": finish() });
     object(json!({
         "id": text(), "object": word("chat.completion"), "created": whole(), "model": text(),
         "choices": list(object(choice)), "usage": chat_usage(), "omni": reference("Omni"),
@@ -331,12 +355,12 @@ fn chat_chunk() -> Value {
         "type": "object", "additionalProperties": false,
         "properties": { "role": word("assistant"), "content": text(), "images": chat_images() },
     });
-    let finish = json!({ "type": ["string", "null"], "enum": ["stop", null] });
+    let finish = json!({ "type": ["string", "null"], "enum": ["stop", "length", null] });
     let choice = object(json!({ "index": whole(), "delta": delta, "finish_reason": finish }));
     json!({
         "type": "object",
-        "description": "Progress is in omni, by its type: accepted, queued, step. The last chunk \
-            has finish_reason stop, the whole omni object and usage; then comes [DONE].",
+        "description": "Progress is in omni, by its type: accepted, queued, written, step. The last \
+            chunk has a finish_reason, the whole omni object and usage; then comes [DONE].",
         "required": ["id", "object", "created", "model", "choices"],
         "properties": {
             "id": text(), "object": word("chat.completion.chunk"), "created": whole(),
@@ -350,6 +374,8 @@ fn model() -> Value {
     let omni = object(json!({
         "weights_id": text(), "sizes": list(text()), "default_steps": whole(),
         "default_guidance": number(), "default_template": text(), "max_sequence_tokens": whole(),
+        "default_mode": text(),
+        "system_prompts": list(object(json!({ "name": text(), "fingerprint": text() }))),
     }));
     object(json!({
         "id": text(), "object": word("model"), "created": whole(), "owned_by": text(), "omni": omni,

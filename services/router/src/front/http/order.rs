@@ -2,12 +2,28 @@
 use std::time::Duration;
 
 use base::{Failure, RequestId, limits::MAX_SEED};
-use proto::v1::{GenerateRequest, PreviewKind, Priority, Quality, SizePolicy};
+use proto::v1::{
+    GenerateRequest, InputImage, Mode, PreviewKind, Priority, Quality, Sampling, SizePolicy,
+    input_image::Source,
+};
 
 use super::{
     encode::{BEST, Format, Output},
     schema::Fields,
 };
+
+/// What the model is told and shown; endpoints keep it in different places.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Said {
+    pub(super) prompt: String,
+    pub(super) system_prompt: String,
+    pub(super) images: Vec<Source>,
+    /// The answer is to be words alone.
+    pub(super) text_only: bool,
+}
+
+/// Ways to say how many tokens may be written.
+const TOKEN_LIMITS: [&str; 3] = ["max_new_tokens", "max_completion_tokens", "max_tokens"];
 
 /// One request of a client.
 #[derive(Debug)]
@@ -20,17 +36,11 @@ pub(super) struct Order {
 }
 
 impl Order {
-    /// What every endpoint has in common; `prompt` and `system_prompt` come from where the endpoint
-    /// keeps them.
+    /// What every endpoint has in common.
     ///
     /// # Errors
     /// Fields that contradict each other, or ask for what this version does not have.
-    pub(super) fn new(
-        mut fields: Fields,
-        id: &RequestId,
-        prompt: String,
-        system_prompt: String,
-    ) -> Result<Self, Failure> {
+    pub(super) fn new(mut fields: Fields, id: &RequestId, said: Said) -> Result<Self, Failure> {
         let previews = narrow(fields.whole("partial_images")).unwrap_or(0);
         if previews > 0 && !fields.flag("stream") {
             let reason = "partial_images above 0 needs stream, or nobody would see them";
@@ -39,7 +49,6 @@ impl Order {
         if let Some(user) = fields.text("user") {
             tracing::debug!(request_id = %id, user, "request of a named user");
         }
-        let size = fields.text("size").unwrap_or_default();
         if fields.whole("steps").is_some() && fields.word("quality").is_some_and(|q| q != "auto") {
             let reason = "quality must be auto or absent when steps is given";
             return Err(Failure::invalid("quality", reason));
@@ -47,8 +56,13 @@ impl Order {
         let request = GenerateRequest {
             request_id: id.to_string(),
             model: fields.text("model").unwrap_or_default(),
-            prompt,
-            size: if size == "auto" { String::new() } else { size },
+            mode: mode(&fields, said.text_only)?.into(),
+            images: images(said.images),
+            sampling: Some(sampling(&fields)?),
+            drop_think: fields.flag_given("drop_think"),
+            system_prompt_name: fields.text("system_prompt_name").unwrap_or_default(),
+            prompt: said.prompt,
+            size: fields.text("size").unwrap_or_default(),
             size_policy: match fields.word("size_policy") {
                 Some("snap") => SizePolicy::Snap.into(),
                 _ => SizePolicy::Exact.into(),
@@ -57,7 +71,7 @@ impl Order {
             seed: fields.whole("seed"),
             guidance: fields.number("guidance"),
             template: fields.word("template").unwrap_or_default().to_owned(),
-            system_prompt,
+            system_prompt: said.system_prompt,
             n: narrow(fields.whole("n")).unwrap_or(1),
             quality: match fields.word("quality") {
                 Some("low") => Quality::Low.into(),
@@ -75,7 +89,6 @@ impl Order {
                 Some("background") => Priority::Background.into(),
                 _ => Priority::Standard.into(),
             },
-            ..GenerateRequest::default()
         };
         Ok(Self {
             request,
@@ -84,6 +97,52 @@ impl Order {
             stream: fields.flag("stream"),
         })
     }
+}
+
+/// What the model writes; an answer in words has no other mode, and no format of pictures.
+fn mode(fields: &Fields, text_only: bool) -> Result<Mode, Failure> {
+    let of_pictures = ["mode", "output_format", "output_compression"];
+    let given = |name: &&&'static str| fields.word(name).is_some() || fields.whole(name).is_some();
+    match of_pictures.iter().find(given) {
+        Some(name) if text_only => {
+            let reason = format!("{name} must be absent when the answer is text alone");
+            Err(Failure::invalid(*name, reason))
+        }
+        _ if text_only => Ok(Mode::Text),
+        _ => Ok(match fields.word("mode") {
+            Some("think") => Mode::Think,
+            Some("recaption") => Mode::Recaption,
+            Some("think_recaption") => Mode::ThinkRecaption,
+            Some(_) => Mode::Image,
+            None => Mode::Unspecified,
+        }),
+    }
+}
+
+fn images(sources: Vec<Source>) -> Vec<InputImage> {
+    let image = |source| InputImage {
+        source: Some(source),
+    };
+    sources.into_iter().map(image).collect()
+}
+
+fn sampling(fields: &Fields) -> Result<Sampling, Failure> {
+    let mut limits = TOKEN_LIMITS
+        .iter()
+        .filter_map(|name| Some((*name, fields.whole(name)?)));
+    let limit = limits.next();
+    if let Some((other, _)) = limits.next() {
+        let reason = format!("{other} must be absent when the same is given by another name");
+        return Err(Failure::invalid(other, reason));
+    }
+    Ok(Sampling {
+        temperature: fields.number("temperature"),
+        top_k: narrow(fields.whole("top_k")),
+        top_p: fields.number("top_p"),
+        repetition_penalty: fields.number("repetition_penalty"),
+        seed: fields.whole("sampling_seed"),
+        max_new_tokens: narrow(limit.map(|(_, tokens)| tokens)),
+    })
 }
 
 /// The table has checked the bounds, which are far below those of the type.

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use axum::body::Bytes;
 use base::Failure;
+use proto::v1::input_image::Source;
 use serde_json::Value;
 
 use super::{
@@ -31,7 +32,7 @@ enum Given {
     Flag(bool),
     Words(Vec<&'static str>),
     Json(Value),
-    Pictures(Vec<Bytes>),
+    Pictures(Vec<Source>),
 }
 
 /// A request whose fields are all known and each within its bounds.
@@ -100,6 +101,10 @@ impl Fields {
         self.0.get(name) == Some(&Given::Flag(true))
     }
 
+    pub(super) fn flag_given(&self, name: &'static str) -> Option<bool> {
+        self.0.contains_key(name).then(|| self.flag(name))
+    }
+
     pub(super) fn words(&self, name: &'static str) -> Option<&[&'static str]> {
         match self.0.get(name) {
             Some(Given::Words(words)) => Some(words),
@@ -118,10 +123,10 @@ impl Fields {
         }
     }
 
-    pub(super) fn pictures(&self, name: &'static str) -> &[Bytes] {
-        match self.0.get(name) {
+    pub(super) fn pictures(&mut self, name: &'static str) -> Vec<Source> {
+        match self.0.remove(name) {
             Some(Given::Pictures(pictures)) => pictures,
-            _ => &[],
+            _ => Vec::new(),
         }
     }
 }
