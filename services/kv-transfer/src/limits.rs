@@ -95,8 +95,10 @@ pub const STORE_BYTES: usize = 16 << 20;
 pub const STORES_IN_FLIGHT: usize = 2;
 /// Times that one store is begun again after its connection broke.
 pub const MAX_RESUMES: usize = 8;
-/// Pause before a store is begun again.
-pub const RESUME_PAUSE: Duration = Duration::from_millis(100);
+/// Pause before a store is begun again for the first time; each next one is twice as long.
+pub const RESUME_PAUSE: Duration = Duration::from_millis(200);
+/// Longest pause before a store is begun again.
+pub const MAX_RESUME_PAUSE: Duration = Duration::from_millis(1600);
 /// Prefixes of other nodes that a service brings to its own at once.
 pub const MAX_RELAYED: usize = 1024;
 /// How long a prefix of another node stays on this one when nobody here reads it.

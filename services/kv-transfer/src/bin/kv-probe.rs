@@ -11,14 +11,20 @@ use clap::{Args, Parser, Subcommand};
 use kv::{KvDType, KvGeometry, PrefixIdentity};
 use kv_transfer::engine::{EngineConfig, Transport};
 use kv_transfer::{
-    ClientConfig, Host, KvClient, PublishRequest, ServiceConfig, TransferError, service,
+    ClientConfig, Description, Host, KvClient, PublishRequest, Published, ServiceConfig,
+    TransferError, service,
 };
+use proto::v1::kv_transfer_service_client::KvTransferServiceClient;
+use proto::v1::{self, PrefixHandle};
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
 /// How often the service is asked whether it serves yet.
 const ANNOUNCE_INTERVAL: Duration = Duration::from_millis(20);
+
+/// How often a held lease is renewed.
+const KEEP_INTERVAL: Duration = Duration::from_millis(200);
 
 /// One token of this shape has 64 KiB.
 const GEOMETRY: KvGeometry = KvGeometry {
@@ -41,6 +47,10 @@ enum Command {
     Serve(Serve),
     /// Publish a prefix, print "held", and keep it until killed.
     Hold(Path),
+    /// Publish a prefix as far as a phase, print the phase, and stay there until killed.
+    Produce(Staged),
+    /// Fetch the first prefix as far as a phase, print the phase, and stay there until killed.
+    Consume(Staged),
     /// Publish and fetch prefixes and print JSON lines with GB/s.
     Bench(Bench),
 }
@@ -92,6 +102,18 @@ struct Path {
     /// Time to live of the leases.
     #[arg(long, default_value_t = 60_000)]
     ttl_ms: u64,
+    /// Deadline of one publication or fetch.
+    #[arg(long, default_value_t = 30_000)]
+    deadline_ms: u64,
+}
+
+#[derive(Args)]
+struct Staged {
+    #[command(flatten)]
+    path: Path,
+    /// Where to stop.
+    #[arg(long)]
+    phase: String,
 }
 
 #[derive(Args)]
@@ -118,6 +140,8 @@ fn main() -> ExitCode {
         match Cli::parse().command {
             Command::Serve(args) => serve(args).await,
             Command::Hold(args) => hold(args).await,
+            Command::Produce(args) => produce(args).await,
+            Command::Consume(args) => consume(args).await,
             Command::Bench(args) => bench(args).await,
         }
     });
@@ -186,6 +210,80 @@ async fn hold(args: Path) -> Result<(), TransferError> {
     Ok(())
 }
 
+/// Says where it is, and stays there if that is where it was told to stop.
+async fn reach(phase: &str, args: &Staged) {
+    if phase == args.phase {
+        println!("{phase}");
+        std::future::pending::<()>().await;
+    }
+}
+
+async fn produce(args: Staged) -> Result<(), TransferError> {
+    let (client, endpoint) = client(&args.path)?;
+    let request = prefix(args.path.tokens);
+    let description = Description {
+        request_id: request.request_id,
+        identity: request.identity,
+        geometry: request.geometry,
+        tokens: request.tokens,
+        cache: None,
+    };
+    let mut publication = client.offer(&endpoint, description).await?;
+    reach("reserved", &args).await;
+    // Less than a chunk: nothing of it can be sealed.
+    publication.write(request.payload[..1000].to_vec()).await?;
+    reach("written", &args).await;
+    let half = request.payload.len() / 2;
+    publication
+        .write(request.payload[1000..half].to_vec())
+        .await?;
+    reach("part-sealed", &args).await;
+    publication.write(request.payload[half..].to_vec()).await?;
+    let published = publication.finish().await?;
+    let _kept = base::task::spawn(keep(client, published));
+    reach("sealed", &args).await;
+    Ok(())
+}
+
+/// Renews a lease for as long as this process lives.
+async fn keep(client: KvClient, published: Published) {
+    loop {
+        tokio::time::sleep(KEEP_INTERVAL).await;
+        if let Err(error) = client.renew(&published.lease).await {
+            eprintln!("kv-probe: {error}");
+            return;
+        }
+    }
+}
+
+async fn consume(args: Staged) -> Result<(), TransferError> {
+    let (client, endpoint) = client(&args.path)?;
+    let channel = proto::channel::lazy(&endpoint)?;
+    let listed = KvTransferServiceClient::new(channel)
+        .list(v1::ListSlotsRequest {})
+        .await?
+        .into_inner();
+    let Some(slot) = listed.slots.first() else {
+        return Err(TransferError::UnknownSlot { slot: 0 });
+    };
+    let handle = PrefixHandle {
+        identity: slot.identity.clone(),
+        endpoint,
+        generation: slot.generation,
+        slot: slot.slot,
+        tokens: slot.tokens,
+        bytes: slot.bytes,
+        lease: 0,
+    };
+    let fetched = client.fetch(&handle, &GEOMETRY, "probe", "probe").await?;
+    reach("pulled", &args).await;
+    fetched.to_vec()?;
+    reach("copied", &args).await;
+    client.release(fetched.lease).await?;
+    reach("acknowledged", &args).await;
+    Ok(())
+}
+
 async fn bench(args: Bench) -> Result<(), TransferError> {
     let (client, endpoint) = client(&args.path)?;
     for round in 0..args.rounds {
@@ -230,6 +328,7 @@ fn client(args: &Path) -> Result<(KvClient, String), TransferError> {
     };
     let config = ClientConfig {
         ttl: Duration::from_millis(args.ttl_ms),
+        deadline: Duration::from_millis(args.deadline_ms),
         ..ClientConfig::new(engine(wires))
     };
     Ok((KvClient::new(config)?, args.endpoint.clone()))

@@ -37,15 +37,15 @@ impl Reader<'_> {
         entries: Range<usize>,
         chunks: Vec<(usize, u32)>,
     ) -> Result<Store, TransferError> {
-        let mut resumes = 0;
+        let (mut resumes, mut pause) = (0, limits::RESUME_PAUSE);
         loop {
             match self.attempt(entries.clone(), &chunks).await {
                 Err(TransferError::PeerLost(error)) if resumes < limits::MAX_RESUMES => {
                     resumes += 1;
                     tracing::warn!(%error, resumes, "a connection broke, its chunks are read again");
-                    let pause = tokio::time::sleep(limits::RESUME_PAUSE);
                     let what = "reading the payload again";
-                    let paused = self.deadline.bound(what, pause).await;
+                    let paused = self.deadline.bound(what, tokio::time::sleep(pause)).await;
+                    pause = limits::MAX_RESUME_PAUSE.min(pause * 2);
                     paused.map_err(|_| TransferError::Deadline { what })?;
                 }
                 ended => return ended,

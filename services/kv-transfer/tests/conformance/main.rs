@@ -2,7 +2,9 @@
 #![allow(clippy::unwrap_used)]
 
 mod contents;
+mod damage;
 mod failures;
+mod killed;
 mod parts;
 mod pool;
 mod support;
