@@ -15,7 +15,7 @@ use kv_transfer::{
 use model::{BalanceOptions, StepCache};
 use parallel::eplb::EplbConfig;
 use registry::{Backend, EtcdConfig, EtcdTls, EtcdUser, RegistryError};
-use router::{FetchConfig, HostListError, RouterConfig, admission::Limits};
+use router::{FetchConfig, HostList, HostListError, RouterConfig, admission::Limits};
 use stage::HostConfig;
 use telemetry::Metrics;
 use tokio::net::TcpListener;
@@ -190,8 +190,8 @@ fn router_config(settings: &Settings) -> Result<RouterConfig, OmniError> {
         },
         fetch: FetchConfig {
             hosts: settings
-                .text("image_hosts")?
-                .parse()
+                .get("image_hosts")
+                .map_or(Ok(HostList::default()), str::parse)
                 .map_err(|error: HostListError| {
                     OmniError::Config(format!("image_hosts {error}"))
                 })?,

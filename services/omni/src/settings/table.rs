@@ -178,8 +178,8 @@ const ROUTER: [Setting; 7] = [
     setting(
         "image_hosts",
         "HOST[,HOST]",
-        Value(""),
-        "Hosts that pictures may be fetched from, NAME or *.NAME with or without :PORT; empty: none",
+        Unset,
+        "Hosts that pictures may be fetched from, NAME or *.NAME with or without :PORT; unset: none",
     ),
     HTTP_LISTEN,
 ];
