@@ -58,6 +58,31 @@ pub(crate) struct DenoiseArgs {
     /// Seed of weights, prefix and latents.
     #[arg(long, default_value_t = 0)]
     seed: u64,
+    /// Run on this GPU, by its number (builds with the feature `cuda`).
+    #[arg(long, value_name = "NUMBER")]
+    gpu: Option<usize>,
+    /// How the GPU holds the large matrices.
+    #[arg(long, value_enum, default_value_t, requires = "gpu")]
+    weights: Weights,
+    /// Layers that stay on the GPU; the others travel from the host in every step. Without it: all stay.
+    #[arg(long, value_name = "LAYERS", requires = "gpu")]
+    resident_layers: Option<usize>,
+    /// Pictures of the batch, WIDTHxHEIGHT@GUIDANCE, instead of --size and --rows.
+    #[arg(long, value_delimiter = ',', value_name = "PICTURES", requires = "gpu")]
+    pictures: Vec<String>,
+    /// Also denoise and decode one whole picture.
+    #[arg(long, requires = "gpu")]
+    whole: bool,
+}
+
+/// How a GPU holds the large matrices.
+#[derive(Debug, Clone, Copy, Default, clap::ValueEnum)]
+pub(crate) enum Weights {
+    /// As released.
+    #[default]
+    Bf16,
+    /// 8-bit floats with one scale for each output channel.
+    Fp8,
 }
 
 /// Runs the measurement.
@@ -72,6 +97,9 @@ pub(crate) fn run(args: &DenoiseArgs) -> Result<String, OmniError> {
         }
     }
     crate::roles::set_threads(args.threads)?;
+    if let Some(ordinal) = args.gpu {
+        return print(&on_gpu(args, ordinal)?);
+    }
     let model = open(args)?;
     let mut jobs = jobs(args, &model)?;
     let mut timer = LayerTimer::default();
@@ -96,6 +124,49 @@ pub(crate) fn run(args: &DenoiseArgs) -> Result<String, OmniError> {
     print(&report(args, &model, &jobs, (&steps, &layers))?)
 }
 
+#[cfg(not(feature = "cuda"))]
+fn on_gpu(_args: &DenoiseArgs, _ordinal: usize) -> Result<Value, OmniError> {
+    Err(bad("gpu: this build has no GPU path (feature cuda)"))
+}
+
+#[cfg(feature = "cuda")]
+fn on_gpu(args: &DenoiseArgs, ordinal: usize) -> Result<Value, OmniError> {
+    use super::gpu::{GpuBench, Picture, run};
+
+    let config = match &args.model {
+        Some(dir) => ModelConfig::from_dir(dir).map_err(model_error)?,
+        None => config(args)?,
+    };
+    let pictures = if args.pictures.is_empty() {
+        let (width, height) = size(args, &config)?;
+        let guided = args.rows.is_multiple_of(2) && !config.cfg_distilled;
+        let picture = Picture {
+            width,
+            height,
+            guidance: if guided { GUIDANCE } else { 1.0 },
+        };
+        vec![picture; if guided { args.rows / 2 } else { args.rows }]
+    } else {
+        let each = args.pictures.iter().map(|text| text.parse());
+        each.collect::<Result<_, String>>().map_err(bad)?
+    };
+    run(&GpuBench {
+        config,
+        checkpoint: args.model.as_ref(),
+        ordinal,
+        weights: match args.weights {
+            Weights::Bf16 => model::gpu::WeightType::Bf16,
+            Weights::Fp8 => model::gpu::WeightType::Fp8,
+        },
+        resident_layers: args.resident_layers,
+        pictures,
+        steps: args.steps,
+        prefix: args.prefix,
+        whole: args.whole,
+        seed: args.seed,
+    })
+}
+
 fn open(args: &DenoiseArgs) -> Result<Model, OmniError> {
     let options = LoadOptions {
         parts: Parts {
@@ -104,7 +175,7 @@ fn open(args: &DenoiseArgs) -> Result<Model, OmniError> {
         },
         ..LoadOptions::default()
     };
-    let Some(path) = &args.config else {
+    if args.config.is_none() {
         let Some(dir) = &args.model else {
             return Err(bad("give --model or --config"));
         };
@@ -112,6 +183,14 @@ fn open(args: &DenoiseArgs) -> Result<Model, OmniError> {
             return Err(bad("layers cannot be cut from a checkpoint, use --config"));
         }
         return Model::open(dir, options).map_err(model_error);
+    }
+    Model::random(config(args)?, options, args.seed).map_err(model_error)
+}
+
+/// The config of a model whose weights are made up.
+fn config(args: &DenoiseArgs) -> Result<ModelConfig, OmniError> {
+    let Some(path) = &args.config else {
+        return Err(bad("give --model or --config"));
     };
     let text = std::fs::read_to_string(path)
         .map_err(|error| bad(format!("config {}: {error}", path.display())))?;
@@ -126,11 +205,11 @@ fn open(args: &DenoiseArgs) -> Result<Model, OmniError> {
         }
         config.layers.truncate(layers);
     }
-    Model::random(config, options, args.seed).map_err(model_error)
+    Ok(config)
 }
 
 fn jobs(args: &DenoiseArgs, model: &Model) -> Result<Vec<DenoiseJob>, OmniError> {
-    let (width, height) = size(args, model)?;
+    let (width, height) = size(args, model.config())?;
     let guided = args.rows.is_multiple_of(2) && !model.info().cfg_distilled;
     let count = if guided { args.rows / 2 } else { args.rows };
     (0..count)
@@ -151,9 +230,9 @@ fn jobs(args: &DenoiseArgs, model: &Model) -> Result<Vec<DenoiseJob>, OmniError>
         .collect()
 }
 
-fn size(args: &DenoiseArgs, model: &Model) -> Result<(usize, usize), OmniError> {
+fn size(args: &DenoiseArgs, config: &ModelConfig) -> Result<(usize, usize), OmniError> {
     let Some(text) = &args.size else {
-        let side = model.config().image_base_size;
+        let side = config.image_base_size;
         return Ok((side, side));
     };
     let size: proto::size::Size = text
@@ -164,7 +243,14 @@ fn size(args: &DenoiseArgs, model: &Model) -> Result<(usize, usize), OmniError> 
 
 /// Keys and values of the size real ones have; their values do not change the work.
 fn random_prefix(model: &Model, tokens: usize, seed: u64) -> Result<PrefixKv, OmniError> {
-    let geometry = model.info().kv;
+    prefix_values(model.info().kv, tokens, seed)
+}
+
+pub(super) fn prefix_values(
+    geometry: kv::KvGeometry,
+    tokens: usize,
+    seed: u64,
+) -> Result<PrefixKv, OmniError> {
     let source = base::rng::Source::seeded(seed);
     let values = geometry.elements_per_token() * tokens;
     let unit = |bits: u64| ((bits >> 40) as f32) / ((1_u32 << 23) as f32) - 1.0;
@@ -179,7 +265,7 @@ fn report(
     (steps, layers): (&[f64], &[f64]),
 ) -> Result<Value, OmniError> {
     let config = model.config();
-    let (width, height) = size(args, model)?;
+    let (width, height) = size(args, model.config())?;
     let rows: usize = jobs.iter().map(DenoiseJob::rows).sum();
     let tokens: usize = jobs.iter().map(DenoiseJob::tokens).sum();
     let (h, w) = (

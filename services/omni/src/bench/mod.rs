@@ -3,10 +3,14 @@
 mod attention;
 mod denoise;
 mod flops;
+#[cfg(feature = "cuda")]
+mod gpu;
 mod memory;
+mod transfer;
 
 pub(crate) use attention::{AttentionArgs, run as attention};
 pub(crate) use denoise::{DenoiseArgs, run as denoise};
+pub(crate) use transfer::{TransferArgs, run as transfer};
 
 use crate::error::OmniError;
 

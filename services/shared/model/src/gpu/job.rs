@@ -143,6 +143,24 @@ impl GpuJob {
         self.rows() * self.row_tokens()
     }
 
+    /// Goes on from `latents`, as they were after `step` steps.
+    ///
+    /// # Errors
+    /// `Internal` for latents of another picture or a step the job does not have; `Gpu` when the device failed.
+    pub fn resume(&mut self, step: usize, latents: &Latents) -> Result<(), ModelError> {
+        let size = (latents.height(), latents.width(), latents.channels());
+        if size != (self.grid.0, self.grid.1, self.latents.dim(1)) || step > self.steps() {
+            let message = "latents of another job, or a step it does not have".to_owned();
+            return Err(ModelError::Internal(message));
+        }
+        let values = latents.to_tensor()?;
+        self.latents
+            .write_bytes(bytemuck::cast_slice(values.as_f32()?))?;
+        narrow_to_bf16(&self.latents, &self.narrow)?;
+        self.step = step;
+        Ok(())
+    }
+
     /// The latents after the steps done so far.
     ///
     /// # Errors

@@ -96,7 +96,7 @@ pub(crate) struct Layer<'a> {
 impl Layer<'_> {
     /// The norm before the layer, for the first one: later ones get theirs from the layer before.
     pub(crate) fn enter(&self, work: &Workspace, pass: &Pass) -> Result<(), ModelError> {
-        normed(work, &self.small.input_norm, pass)
+        normed(work, &self.small.input_norm, pass, Norm::OfAttention)
     }
 
     /// Advances the residual stream by this layer, and leaves the norm of the next one behind.
@@ -124,7 +124,7 @@ impl Layer<'_> {
         }
         let mixed = Input::new(&work.mixed, work.mixed8.as_ref());
         mixed.times(&self.block.output, &work.x, Finish::Add(&work.x))?;
-        normed(work, &self.small.post_norm, pass)?;
+        normed(work, &self.small.post_norm, pass, Norm::OfExperts)?;
         self.experts(work, pass, next_norm)
     }
 
@@ -202,23 +202,37 @@ impl Layer<'_> {
             weight,
             eps: pass.eps,
         });
-        let out = norm.map_or_else(NormOutput::default, |_| norm_output(work));
+        let out = norm.map_or_else(NormOutput::default, |_| norm_output(work, Norm::OfAttention));
         Ok(combine(&work.x, experts, norm, out)?)
     }
 }
 
+/// Who reads a norm.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Norm {
+    /// The joint projection, which reads e4m3 rows alone where it has them.
+    OfAttention,
+    /// The router too, which always reads bf16.
+    OfExperts,
+}
+
 /// `h = norm(x)`, also in e4m3 where the weights want it.
-fn normed(work: &Workspace, weight: &GpuTensor, pass: &Pass) -> Result<(), ModelError> {
+fn normed(
+    work: &Workspace,
+    weight: &GpuTensor,
+    pass: &Pass,
+    reader: Norm,
+) -> Result<(), ModelError> {
     let norm = RmsNorm {
         weight,
         eps: pass.eps,
     };
-    Ok(rms_norm(&work.x, norm, norm_output(work))?)
+    Ok(rms_norm(&work.x, norm, norm_output(work, reader))?)
 }
 
-fn norm_output(work: &Workspace) -> NormOutput<'_> {
+fn norm_output(work: &Workspace, reader: Norm) -> NormOutput<'_> {
     NormOutput {
-        rows: Some(&work.h),
+        rows: (work.h8.is_none() || reader == Norm::OfExperts).then_some(&work.h),
         e4m3: work.h8.as_ref().map(Codes::rows),
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kernels::cuda::{GpuTensor, GpuType, StepJob, StepJobs, guide_step};
+use kernels::cuda::{Gpu, GpuTensor, GpuType, StepJob, StepJobs, guide_step};
 
 use super::arena::KvLease;
 use super::job::GpuJob;
@@ -11,6 +11,34 @@ use super::rows::{GpuRow, pass};
 use super::workspace::Workspace;
 use super::{GpuModel, Timings};
 use crate::error::ModelError;
+
+/// Sees the velocities of job `index` of a call.
+pub type SeeVelocities<'a> = &'a mut dyn FnMut(usize, &[f32]);
+
+/// What a step shows to whoever watches.
+#[derive(Default)]
+pub struct Watch<'a> {
+    /// When each part was reached.
+    pub timings: Option<&'a mut Timings>,
+    /// Gets the number of a job in the call and its velocities `[rows, h w, latent channels]`, the conditional
+    /// row first, before its latents change. Waits for the device.
+    pub velocities: Option<SeeVelocities<'a>>,
+}
+
+impl std::fmt::Debug for Watch<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Watch")
+    }
+}
+
+impl Watch<'_> {
+    fn note(&mut self, gpu: &Gpu, what: &'static str) -> Result<(), ModelError> {
+        match &mut self.timings {
+            Some(timings) => timings.note(gpu, what),
+            None => Ok(()),
+        }
+    }
+}
 
 /// What stays the same while the same jobs step together.
 #[derive(Debug)]
@@ -30,17 +58,17 @@ impl GpuModel {
     /// `Internal` when a job is done already, `Exhausted` when the batch does not fit, `Gpu` when the device
     /// failed.
     pub fn denoise_step(&mut self, jobs: &mut [&mut GpuJob]) -> Result<(), ModelError> {
-        self.timed_step(jobs, None)
+        self.watched_step(jobs, &mut Watch::default())
     }
 
-    /// Like [`GpuModel::denoise_step`], noting when each part was reached.
+    /// Like [`GpuModel::denoise_step`], for a watcher.
     ///
     /// # Errors
     /// Those of [`GpuModel::denoise_step`].
-    pub fn timed_step(
+    pub fn watched_step(
         &mut self,
         jobs: &mut [&mut GpuJob],
-        mut timings: Option<&mut Timings>,
+        watch: &mut Watch<'_>,
     ) -> Result<(), ModelError> {
         if jobs.is_empty() {
             return Ok(());
@@ -53,13 +81,9 @@ impl GpuModel {
         }
         let mut batch = self.take_batch(jobs)?;
         let gpu = self.gpu.clone();
-        let mut note = |what| match &mut timings {
-            Some(timings) => timings.note(&gpu, what),
-            None => Ok(()),
-        };
-        note("begin")?;
+        watch.note(&gpu, "begin")?;
         self.embed(jobs, &batch.work.x)?;
-        note("stem")?;
+        watch.note(&gpu, "stem")?;
         let layers = self.small.len();
         for index in 0..layers {
             let block = self.store.block(index)?;
@@ -75,14 +99,18 @@ impl GpuModel {
             let next = self.small.get(index + 1).map(|small| &small.input_norm);
             layer.forward(&mut batch.work, &batch.pass, next)?;
             self.store.done(index)?;
-            note("layer")?;
+            watch.note(&gpu, "layer")?;
         }
         let mut start = 0;
-        for job in jobs.iter_mut() {
-            self.advance(job, &batch.work.x, start)?;
+        for (index, job) in jobs.iter_mut().enumerate() {
+            let velocity = self.velocity(job, &batch.work.x, start)?;
+            if let Some(see) = &mut watch.velocities {
+                see(index, &velocity.to_f32_vec()?);
+            }
+            self.advance(job, &velocity)?;
             start += job.tokens();
         }
-        note("head")?;
+        watch.note(&gpu, "head")?;
         for job in jobs.iter_mut() {
             job.step += 1;
         }
@@ -165,11 +193,20 @@ impl GpuModel {
         Ok(())
     }
 
-    /// Velocities of a job's rows, which begin at token `start` of `x`, and its latents moved by them.
-    fn advance(&mut self, job: &mut GpuJob, x: &GpuTensor, start: usize) -> Result<(), ModelError> {
+    /// Velocities of a job's rows, which begin at token `start` of `x`; valid until the next call.
+    fn velocity(
+        &mut self,
+        job: &GpuJob,
+        x: &GpuTensor,
+        start: usize,
+    ) -> Result<GpuTensor, ModelError> {
         let modulation = job.last.narrow0(job.step * job.rows(), job.rows())?;
         let places = (start + job.specials, job.row_tokens());
-        let velocity = self.head.forward(x, places, job.grid, &modulation)?;
+        self.head.forward(x, places, job.grid, &modulation)
+    }
+
+    /// Guides a job's velocities and moves its latents by them.
+    fn advance(&self, job: &GpuJob, velocity: &GpuTensor) -> Result<(), ModelError> {
         let each = job.latents.numel();
         let step = StepJob {
             latents: 0,
@@ -194,7 +231,7 @@ impl GpuModel {
             .transpose()?;
         guide_step(
             &steps,
-            &velocity,
+            velocity,
             &job.latents,
             Some(&job.narrow),
             guided.as_ref(),

@@ -43,7 +43,6 @@ pub(crate) struct Workspace {
     pub(crate) outputs: GpuTensor,
     pub(crate) routing: GpuRouting,
     pub(crate) permutation: Permutation,
-    memory: Arc<DeviceBuffer>,
 }
 
 /// Places in the memory, in bytes.
@@ -174,12 +173,6 @@ impl Workspace {
             outputs: view(at.experts, &[rows, dims.hidden], GpuType::Bf16)?,
             routing: GpuRouting::new(gpu, tokens, dims.experts, dims.top_k)?,
             permutation: Permutation::new(gpu, tokens, dims.experts, dims.top_k, dims.shared)?,
-            memory: memory.clone(),
         })
-    }
-
-    /// The memory behind it.
-    pub(crate) fn memory(&self) -> &Arc<DeviceBuffer> {
-        &self.memory
     }
 }

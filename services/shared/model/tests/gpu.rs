@@ -1,0 +1,293 @@
+//! The GPU engine beside the CPU definition, on the golden model's weights.
+//!
+//! Needs an H100 or H200: `cargo test -p model --features cuda --test gpu -- --ignored --test-threads 1`.
+#![cfg(feature = "cuda")]
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::path::Path;
+use std::sync::Arc;
+
+use model::backbone::NoProbe;
+use model::gpu::{GpuJob, GpuJobSpec, GpuModel, GpuOptions, GpuPrefix, WeightType};
+use model::input::RowInput;
+use model::{
+    DenoiseJob, JobOptions, JobSpec, Latents, LoadOptions, Model, PrefixKv, RowKind, RowTokens,
+    T2iRequest,
+};
+use parallel::RankContext;
+
+const CHECKPOINT: &str = concat!(
+    env!("CARGO_MANIFEST_DIR"),
+    "/../../../integration-tests/fixtures/golden/model"
+);
+const STEPS: usize = 5;
+
+fn cpu() -> Model {
+    Model::open(Path::new(CHECKPOINT), LoadOptions::default()).unwrap()
+}
+
+fn options(weights: WeightType, resident_layers: Option<usize>) -> GpuOptions {
+    GpuOptions {
+        ordinal: 0,
+        weights,
+        max_tokens: 8192,
+        kv_bytes: 256 << 20,
+        resident_layers,
+        text: true,
+    }
+}
+
+fn gpu(weights: WeightType) -> GpuModel {
+    GpuModel::open(Path::new(CHECKPOINT), options(weights, None)).unwrap()
+}
+
+/// ||a - b|| / ||b||.
+fn relative(a: &[f32], b: &[f32]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let square = |v: f64| v * v;
+    let difference: f64 = a.iter().zip(b).map(|(a, b)| square(f64::from(a - b))).sum();
+    let size: f64 = b.iter().map(|b| square(f64::from(*b))).sum();
+    (difference / size).sqrt()
+}
+
+fn cosine(a: &[f32], b: &[f32]) -> f64 {
+    let dot = |a: &[f32], b: &[f32]| -> f64 {
+        a.iter()
+            .zip(b)
+            .map(|(a, b)| f64::from(*a) * f64::from(*b))
+            .sum()
+    };
+    dot(a, b) / (dot(a, a) * dot(b, b)).sqrt()
+}
+
+/// Prefixes of both rows of a request for bucket `bucket`, and the size in pixels.
+fn prefixes(model: &Model, prompt: &str, bucket: usize) -> ([PrefixKv; 2], (usize, usize)) {
+    let bucket = model.info().buckets[bucket];
+    let request = T2iRequest {
+        prompt: prompt.into(),
+        system_prompt: None,
+        template: model.info().default_template,
+        height: bucket.height,
+        width: bucket.width,
+    };
+    let layout = model.layout_text_to_image(&request).unwrap();
+    let row = |kind| {
+        let row = RowTokens::new(&layout, kind);
+        model
+            .prefill(&RankContext::single(), &[&row])
+            .unwrap()
+            .remove(0)
+    };
+    let both = [row(RowKind::Cond), row(RowKind::Uncond)];
+    (both, (bucket.height, bucket.width))
+}
+
+fn spec((height, width): (usize, usize), guidance: f64, seed: u64) -> JobSpec {
+    JobSpec {
+        height,
+        width,
+        steps: STEPS,
+        guidance,
+        seed,
+        cond: None,
+        uncond: None,
+    }
+}
+
+fn on_cpu(model: &Model, both: &[PrefixKv; 2], spec: &JobSpec) -> Latents {
+    let spec = JobSpec {
+        cond: Some(Arc::new(both[0].clone())),
+        uncond: Some(Arc::new(both[1].clone())),
+        ..spec.clone()
+    };
+    let mut job = DenoiseJob::new(model, spec).unwrap();
+    while !job.is_done() {
+        model
+            .denoise_step(&RankContext::single(), &mut [&mut job])
+            .unwrap();
+    }
+    job.latents().unwrap()
+}
+
+fn gpu_job(model: &mut GpuModel, both: &[PrefixKv; 2], spec: &JobSpec) -> GpuJob {
+    let [cond, uncond] = both.each_ref().map(|p| Arc::new(model.upload(p).unwrap()));
+    let given = GpuJobSpec {
+        spec: spec.clone(),
+        options: JobOptions::default(),
+        cond,
+        uncond: Some(uncond),
+    };
+    GpuJob::new(model, given).unwrap()
+}
+
+fn on_gpu(model: &mut GpuModel, jobs: &mut [GpuJob]) -> Vec<Latents> {
+    while jobs.iter().any(|job| !job.is_done()) {
+        let mut live: Vec<&mut GpuJob> = jobs.iter_mut().filter(|job| !job.is_done()).collect();
+        model.denoise_step(&mut live).unwrap();
+    }
+    jobs.iter().map(|job| job.latents().unwrap()).collect()
+}
+
+#[test]
+#[ignore = "needs a Hopper GPU"]
+fn denoised_latents_agree_with_the_cpu_in_bf16_and_in_fp8() {
+    let reference = cpu();
+    let (both, size) = prefixes(&reference, "a red circle above a blue square", 0);
+    for (weights, least) in [(WeightType::Bf16, 0.999), (WeightType::Fp8, 0.99)] {
+        let mut model = gpu(weights);
+        for guidance in [1.0, 5.0] {
+            let spec = spec(size, guidance, 7);
+            let want = on_cpu(&reference, &both, &spec);
+            let mut jobs = [gpu_job(&mut model, &both, &spec)];
+            let got = on_gpu(&mut model, &mut jobs).remove(0);
+            let (cos, rel) = (
+                cosine(got.data(), want.data()),
+                relative(got.data(), want.data()),
+            );
+            println!("{weights:?} guidance {guidance}: cosine {cos:.6}, relative error {rel:.2e}");
+            assert!(got.is_finite());
+            assert!(cos >= least, "{weights:?} guidance {guidance}: {cos}");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a Hopper GPU"]
+fn a_picture_in_a_packed_batch_of_sizes_is_the_picture_alone() {
+    let reference = cpu();
+    let mut model = gpu(WeightType::Bf16);
+    let last = reference.info().buckets.len() - 1;
+    let cases: Vec<_> = [(0, 1.0, 3), (last, 5.0, 4), (last / 2, 3.0, 5)]
+        .into_iter()
+        .map(|(bucket, guidance, seed)| {
+            let (both, size) = prefixes(&reference, "two green triangles", bucket);
+            (both, spec(size, guidance, seed))
+        })
+        .collect();
+    let alone: Vec<Latents> = cases
+        .iter()
+        .map(|(both, spec)| {
+            let mut jobs = [gpu_job(&mut model, both, spec)];
+            on_gpu(&mut model, &mut jobs).remove(0)
+        })
+        .collect();
+    let mut jobs: Vec<GpuJob> = cases
+        .iter()
+        .map(|(both, spec)| gpu_job(&mut model, both, spec))
+        .collect();
+    for (index, (packed, alone)) in on_gpu(&mut model, &mut jobs).iter().zip(&alone).enumerate() {
+        let error = relative(packed.data(), alone.data());
+        println!("job {index}: relative difference {error:.2e}");
+        assert!(error == 0.0, "job {index}: {error}");
+    }
+}
+
+#[test]
+#[ignore = "needs a Hopper GPU"]
+fn prefixes_and_logits_agree_with_the_cpu() {
+    let reference = cpu();
+    let mut model = gpu(WeightType::Bf16);
+    let (_, size) = prefixes(&reference, "x", 0);
+    let request = T2iRequest {
+        prompt: "a small yellow star left of a tree".into(),
+        system_prompt: None,
+        template: reference.info().default_template,
+        height: size.0,
+        width: size.1,
+    };
+    let layout = reference.layout_text_to_image(&request).unwrap();
+    let rows = [RowKind::Cond, RowKind::Uncond].map(|kind| RowTokens::new(&layout, kind));
+    let rows: Vec<&RowTokens<'_>> = rows.iter().collect();
+    let want = reference.prefill(&RankContext::single(), &rows).unwrap();
+    let got: Vec<GpuPrefix> = model.prefill(&rows).unwrap();
+    for (got, want) in got.iter().zip(&want) {
+        let error = relative(got.download().unwrap().data(), want.data());
+        println!(
+            "prefix of {} tokens: relative error {error:.2e}",
+            want.tokens()
+        );
+        assert!(error < 2e-2, "{error}");
+    }
+
+    let ids = &layout.tokens(RowKind::Cond)[..layout.prefix_len()];
+    let input = |range: std::ops::Range<usize>| RowInput {
+        start: range.start,
+        ids: &ids[range],
+        images: &[],
+        full: &[],
+        vectors: &[],
+    };
+    let mut cache = reference.cache(ids.len()).unwrap();
+    let whole = [input(0..ids.len())];
+    let hidden = reference
+        .run_rows(
+            &RankContext::single(),
+            &whole,
+            &mut [&mut cache],
+            &mut NoProbe,
+        )
+        .unwrap();
+    let backbone = reference.backbone().unwrap();
+    let normed = backbone.final_norm(&hidden).unwrap();
+    let want = backbone.logits(&normed).unwrap();
+    // In two chunks on the device: the second continues the cache of the first.
+    let cut = ids.len() / 2;
+    let mut cache = model.cache(ids.len()).unwrap();
+    for range in [0..cut, cut..ids.len()] {
+        let rows = [input(range.clone())];
+        let hidden = model
+            .run_rows(&rows, &mut [&mut cache], true)
+            .unwrap()
+            .unwrap();
+        let got = model.logits(&hidden).unwrap().to_f32_vec().unwrap();
+        let vocab = want.dim(1);
+        let want = &want.as_f32().unwrap()[range.start * vocab..range.end * vocab];
+        let error = relative(&got, want);
+        println!("logits of tokens {range:?}: relative error {error:.2e}");
+        assert!(error < 2e-2, "{error}");
+    }
+}
+
+#[test]
+#[ignore = "needs a Hopper GPU"]
+fn layers_that_travel_give_the_picture_of_layers_that_stay() {
+    let reference = cpu();
+    let (both, size) = prefixes(&reference, "a purple cross", 1);
+    let spec = spec(size, 4.0, 11);
+    for weights in [WeightType::Bf16, WeightType::Fp8] {
+        let mut all = gpu(weights);
+        let mut jobs = [gpu_job(&mut all, &both, &spec)];
+        let want = on_gpu(&mut all, &mut jobs).remove(0);
+        for resident in 0..reference.config().num_layers() {
+            let options = options(weights, Some(resident));
+            let mut model = GpuModel::open(Path::new(CHECKPOINT), options).unwrap();
+            let mut jobs = [gpu_job(&mut model, &both, &spec)];
+            let got = on_gpu(&mut model, &mut jobs).remove(0);
+            assert_eq!(got, want, "{weights:?}, {resident} resident layers");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a Hopper GPU"]
+fn a_gpu_that_is_not_there_or_too_small_is_refused_by_name() {
+    let absent = GpuOptions {
+        ordinal: 99,
+        ..options(WeightType::Bf16, None)
+    };
+    let refused = GpuModel::open(Path::new(CHECKPOINT), absent)
+        .map(drop)
+        .unwrap_err();
+    assert!(
+        refused.to_string().contains("gpu 99 does not exist"),
+        "{refused}"
+    );
+    let greedy = GpuOptions {
+        max_tokens: 1 << 32,
+        ..options(WeightType::Bf16, None)
+    };
+    let refused = GpuModel::open(Path::new(CHECKPOINT), greedy)
+        .map(drop)
+        .unwrap_err();
+    assert!(refused.to_string().contains("are missing"), "{refused}");
+}
