@@ -40,7 +40,7 @@ pub use self::prefix::GpuPrefix;
 use self::rows::PassShape;
 use self::source::DeviceSource;
 use self::step::Batch;
-pub use self::step::Watch;
+pub use self::step::{SeeVelocities, Watch};
 use self::store::LayerStore;
 use self::text::TextEnds;
 pub use self::timings::Timings;
