@@ -21,12 +21,12 @@ pub struct UploadRing {
 }
 
 impl Default for UploadRing {
-    /// 384 MiB in all: each buffer is long enough for the full rate of the link, and there are enough of them
-    /// for a dozen threads that fill them.
+    /// 128 MiB in all. Larger buffers fall out of the host's caches between being filled and being copied;
+    /// smaller ones are too short for the full rate of the link. Twelve threads fill enough of them.
     fn default() -> Self {
         Self {
-            buffers: 24,
-            bytes: 16 << 20,
+            buffers: 64,
+            bytes: 2 << 20,
         }
     }
 }
