@@ -1,152 +1,206 @@
-// Packed attention for 32 query and 8 KV heads of 128, bf16, on Hopper.
+// Packed attention for heads of 128 and 4 query heads of each KV head, bf16, on Hopper.
 //
-// A block takes tiles of the host's list until none is left. A tile is `kConsumers * 16` tokens of one row with
-// the 4 query heads of one KV head: warpgroup w has 16 tokens, whose heads are the 64 rows of its products.
-// One producer thread copies queries, and keys and values through a ring of slots that the warpgroups share.
-// A warpgroup issues the scores of keys j + 1 before the product of keys j with the values, so that its softmax
-// runs under that product; named barriers let one warpgroup issue after the other, so that one's softmax also
-// runs under the other's products.
+// A block takes tiles of the host's list until none is left. A tile is 32 tokens of one row with the 4 query heads
+// of one KV head; each of two warpgroups has 16 tokens, whose heads are the 64 rows of its products. One producer
+// thread copies queries, and keys and values through a ring of slots that both warpgroups read. A warpgroup issues
+// the scores of keys j + 1 before the product of keys j with the values; named barriers let the warpgroups issue in
+// turn, so that one's exponentials run under the other's products.
+//
+// The tensor cores never wait as long as a warpgroup is ready when its turn comes, so what lies between its turns
+// is kept short: probabilities are exp2(score) without a running maximum. Sums that leave the range in which
+// that is exact are found at the end, and their tiles are done again by `attention_128_exact`, which keeps
+// running maxima.
 #include "attention.cuh"
-#include "attention_mma.cuh"
 
 using namespace hopper;
 using namespace attention;
 
 namespace {
 
+constexpr int kConsumers = 2;  // warpgroups that multiply
+constexpr int kSlots = 4;
+constexpr int N = 128;         // keys of a slot
+// Where so few keys are left, the last slot is multiplied that narrow: pictures are 1 + 128 n tokens.
+constexpr int kTail = 16;
+constexpr int kThreads = (kConsumers + 1) * 128;
+constexpr int kConsumerRegisters = 240;
+constexpr int kProducerRegisters = 24;
+
+// Shared memory.
 constexpr int kQueryBytes = 64 * kHeadDim * 2;  // of one warpgroup
-constexpr int kOrderBarrier = 1;  // the first of the named barriers, one per warpgroup
+constexpr int kSlotBytes = N * kHeadDim * 2;
+constexpr int kQueryBuffers = 2;
+constexpr int kRing = kConsumers * kQueryBuffers * kQueryBytes;
+constexpr int kStaging = kRing + kSlots * kSlotBytes;
+constexpr int kBarriers = kStaging + kConsumers * kQueryBytes;
 
-template <int kConsumers, int N, int kSlots, bool kOverlap>
-struct Shape {
-    static constexpr int kSlotBytes = N * kHeadDim * 2;
-    static constexpr int kQueries = 0;
-    static constexpr int kRing = kQueries + kConsumers * kQueryBytes;
-    static constexpr int kStaging = kRing + kSlots * kSlotBytes;
-    static constexpr int kBarriers = kStaging + kConsumers * kQueryBytes;
-    static constexpr int kBytes = kBarriers + (2 * kSlots + 2 * kConsumers) * 8 + kConsumers * 8;
-    static constexpr int kThreads = (kConsumers + 1) * 128;
-    // Together at most what the block has at its start: 168 * 384 or 128 * 512.
-    static constexpr int kRegisters = kConsumers == 2 ? 240 : 160;
-    static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
-};
-
-// Position in the ring.
-template <int kSlots>
-struct Cursor {
-    int slot = 0;
-    uint32_t phase = 0;
-    __device__ __forceinline__ void next() {
-        if (++slot == kSlots) {
-            slot = 0;
-            phase ^= 1;
-        }
-    }
-};
+// Named barriers: a warpgroup's turn, and a warpgroup alone.
+constexpr int kTurn = 1;
+constexpr int kAlone = kTurn + kConsumers;
 
 struct Arguments {
     __nv_bfloat16* out;   // [tokens, query heads * 128]
     float* lse;           // [tokens, query heads] natural logarithm of the sum, or null
     const Row* rows;
     const Tile* tiles;
-    int* scheduler;       // next tile and finished blocks; zero before the first launch, and zeroed by each
+    Scheduler* scheduler;
+    int* again;           // for each tile whether it is to be done again; then the list of those
     int tile_count;
     int layer;
     int query_heads;
-    float scale;          // times log2(e)
+    float scale;          // of scores, times log2(e); 1 where queries were made with it
 };
 
 struct Shared {
     uint8_t* base;
     uint64_t* slot_full;
     uint64_t* slot_empty;
+    // Of each warpgroup, and in it of each buffer; the tile is negative where none is left.
     uint64_t* query_full;
     uint64_t* query_empty;
-    volatile int* tile;  // of each warpgroup
+    volatile int* tile;
 };
 
-template <class S, int kConsumers, int N, int kSlots, bool kOverlap>
+// Position in a ring.
+template <int kCount>
+struct Cursor {
+    int slot = 0;
+    uint32_t phase = 0;
+    __device__ __forceinline__ void next() {
+        if (++slot == kCount) {
+            slot = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// The slots of a tile: the prefix's, then those of this step's keys.
+struct Steps {
+    int most, in_prefix, prefix_steps, count;
+    __device__ __forceinline__ explicit Steps(const Tile& tile) {
+        most = tile.most();
+        in_prefix = min(tile.prefix, most);
+        prefix_steps = (in_prefix + N - 1) / N;
+        // At least one, in which a query without keys has them all masked.
+        count = max(1, prefix_steps + (most - in_prefix + N - 1) / N);
+    }
+    __device__ __forceinline__ bool tailed() const {
+        return count > prefix_steps + 1 && (most - in_prefix - 1) % N < kTail;
+    }
+};
+
+// Tiles in the order of the list, or of the list of those that are done again.
+template <bool kExact>
+struct Queue {
+    const Arguments& a;
+    int at, count;
+    __device__ __forceinline__ explicit Queue(const Arguments& a)
+        : a(a), at(blockIdx.x), count(kExact ? a.scheduler->again : a.tile_count) {}
+    __device__ __forceinline__ int tile() const {
+        if (at >= count) return -1;
+        return kExact ? a.again[a.tile_count + at] : at;
+    }
+    __device__ __forceinline__ void next() {
+        at = gridDim.x + atomicAdd(kExact ? &a.scheduler->next_again : &a.scheduler->next, 1);
+    }
+    // The last block leaves the scheduler as it was.
+    __device__ __forceinline__ void finish() {
+        Scheduler& s = *a.scheduler;
+        if (atomicAdd(kExact ? &s.finished_again : &s.finished, 1) != gridDim.x - 1) return;
+        if (kExact) {
+            s.again = s.next_again = s.finished_again = 0;
+        } else {
+            s.next = s.finished = 0;
+        }
+    }
+};
+
+template <bool kExact>
 __device__ void produce(const Shared& shared, const CUtensorMap* queries, const CUtensorMap* arena,
                         const Arguments& a) {
     Cursor<kSlots> ring;
-    uint32_t query_phase = 1;
-    int index = blockIdx.x;
+    Cursor<kQueryBuffers> turn;
     auto copy = [&](int row) {
         barrier_wait(&shared.slot_empty[ring.slot], ring.phase ^ 1);
-        barrier_expect_bytes(&shared.slot_full[ring.slot], S::kSlotBytes);
-        copy_3d(shared.base + S::kRing + ring.slot * S::kSlotBytes, arena, &shared.slot_full[ring.slot], 0, row, 0);
+        barrier_expect_bytes(&shared.slot_full[ring.slot], kSlotBytes);
+        copy_3d(shared.base + kRing + ring.slot * kSlotBytes, arena, &shared.slot_full[ring.slot], 0, row, 0);
         ring.next();
     };
-    while (index < a.tile_count) {
+    // Values follow the keys of the next step, be it another tile's, as they are read.
+    int values = -1;
+    Queue<kExact> queue(a);
+    for (int index = queue.tile(); index >= 0; index = queue.tile()) {
         const Tile tile = load_tile(a.tiles, index);
         const Row row = a.rows[tile.row];
-        const int after = gridDim.x + atomicAdd(a.scheduler, 1);
+        queue.next();
+        if (kExact) a.again[index] = 0;
         for (int w = 0; w < kConsumers; ++w) {
-            barrier_wait(&shared.query_empty[w], query_phase);
-            shared.tile[w] = index;
-            barrier_expect_bytes(&shared.query_full[w], kQueryBytes);
-            copy_4d(shared.base + S::kQueries + w * kQueryBytes, queries, &shared.query_full[w], 0,
-                    tile.kv_head * kGroup, tile.token + w * kWarpgroupTokens, 0);
+            const int buffer = w * kQueryBuffers + turn.slot;
+            barrier_wait(&shared.query_empty[buffer], turn.phase ^ 1);
+            shared.tile[buffer] = index;
+            barrier_expect_bytes(&shared.query_full[buffer], kQueryBytes);
+            copy_4d(shared.base + buffer * kQueryBytes, queries, &shared.query_full[buffer], 0, tile.kv_head * kGroup,
+                    tile.token + w * kWarpgroupTokens, 0);
         }
-        query_phase ^= 1;
+        turn.next();
         auto base = [&](const Source& s) { return s.first + a.layer * s.layer_stride + tile.kv_head * s.head_stride; };
         const int prefix = base(row.prefix), fresh = base(row.fresh);
-        const int most = tile.most(), in_prefix = min(tile.prefix, most);
-        const int prefix_steps = (in_prefix + N - 1) / N;
-        const int steps = max(1, prefix_steps + (most - in_prefix + N - 1) / N);
-        // Keys run one tile ahead of values where the products do.
-        constexpr int kAhead = kOverlap ? 1 : 0;
-        for (int j = 0; j < steps + kAhead; ++j) {
-            if (j < steps) copy(j < prefix_steps ? prefix + j * N : fresh + (j - prefix_steps) * N);
-            const int v = j - kAhead;
-            if (v >= 0) {
-                copy(v < prefix_steps ? prefix + row.prefix.value_offset + v * N
-                                      : fresh + row.fresh.value_offset + (v - prefix_steps) * N);
-            }
+        const Steps steps(tile);
+        for (int j = 0; j < steps.count; ++j) {
+            const bool in_prefix = j < steps.prefix_steps;
+            const int keys = in_prefix ? prefix + j * N : fresh + (j - steps.prefix_steps) * N;
+            copy(keys);
+            if (values >= 0) copy(values);
+            values = keys + (in_prefix ? row.prefix.value_offset : row.fresh.value_offset);
         }
-        index = after;
     }
+    if (values >= 0) copy(values);
     for (int w = 0; w < kConsumers; ++w) {
-        barrier_wait(&shared.query_empty[w], query_phase);
-        shared.tile[w] = -1;
-        barrier_arrive(&shared.query_full[w]);
+        const int buffer = w * kQueryBuffers + turn.slot;
+        barrier_wait(&shared.query_empty[buffer], turn.phase ^ 1);
+        shared.tile[buffer] = -1;
+        barrier_arrive(&shared.query_full[buffer]);
     }
-    if (atomicAdd(a.scheduler + 1, 1) == gridDim.x - 1) {
-        a.scheduler[0] = 0;
-        a.scheduler[1] = 0;
+    queue.finish();
+}
+
+// Multiplies a warpgroup's queries in place.
+__device__ __forceinline__ void scale_queries(uint8_t* queries, float scale) {
+    uint4* pieces = reinterpret_cast<uint4*>(queries) + threadIdx.x % 128;
+#pragma unroll
+    for (int i = 0; i < kQueryBytes / 16 / 128; ++i) {
+        uint4& piece = pieces[128 * i];
+        piece = {scale_pair(piece.x, scale), scale_pair(piece.y, scale), scale_pair(piece.z, scale),
+                 scale_pair(piece.w, scale)};
     }
 }
 
-// Values [N tokens][128] as the second operand: tokens are the inner dimension of the product, so the tile is
-// "MN-major": groups of 8 tokens 1024 bytes apart, the second 64 columns N * 128 bytes behind the first.
-template <int N>
-__device__ __forceinline__ uint64_t values_descriptor(uint32_t address) {
-    return ((address & 0x3FFFF) >> 4) | (uint64_t(N * 128 >> 4) << 16) | (uint64_t(1024 >> 4) << 32) |
-           (uint64_t(1) << 62);
-}
-
-template <int N>
-__device__ __forceinline__ void issue_scores(float (&s)[N / 2], const uint8_t* queries, const uint8_t* keys) {
+// Scores of `W` keys; a slot is two panels of 64 columns.
+template <int W>
+__device__ __forceinline__ void issue_scores(float (&s)[W / 2], const uint8_t* queries, const uint8_t* keys) {
     const uint64_t a = descriptor_swizzle128(queries), b = descriptor_swizzle128(keys);
 #pragma unroll
     for (int k = 0; k < kHeadDim / 16; ++k) {
-        const int half = k / 4, step = k % 4;
-        multiply_scores(s, a + (half * 64 * 128 + step * 32) / 16, b + (half * N * 128 + step * 32) / 16, k == 0);
+        const int panel = k / 4, column = k % 4 * 32;
+        multiply_scores(s, a + (panel * 64 * 128 + column) / 16, b + (panel * N * 128 + column) / 16, k == 0);
     }
 }
 
-template <int N>
+// o += p . v for `W` keys. Values are "MN-major": groups of 8 tokens 1024 bytes apart, the second panel behind the
+// first.
+template <int W>
 __device__ __forceinline__ void issue_values(float (&o)[64], const uint32_t (&p)[N / 4], const uint8_t* values) {
-    const uint64_t b = values_descriptor<N>(smem_address(values));
+    const uint64_t b = descriptor_swizzle128(values) - (uint64_t(1) << 16) + (uint64_t(N * 128 >> 4) << 16);
 #pragma unroll
-    for (int k = 0; k < N / 16; ++k) multiply_values(o, &p[4 * k], b + k * 2048 / 16);
+    for (int k = 0; k < W / 16; ++k) multiply_values(o, &p[4 * k], b + k * 16 * 128 / 16);
 }
 
-// Writes a warp's 16 rows, through shared memory that only this warp uses, in pieces of 16 bytes.
+// Writes those of a warp's 16 rows that have a bit, through shared memory that only this warp uses.
 __device__ __forceinline__ void store_output(const Arguments& a, const Tile& tile, int first_token, uint8_t* staging,
-                                             const float (&o)[64], const float (&inverse)[2]) {
+                                             const float (&o)[64], const float (&inverse)[2], uint32_t rows) {
     const int lane = threadIdx.x % 32;
     const int row = lane / 4;
+    // Pieces of 16 bytes are permuted within a row, so that rows differ in banks.
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
         const int at = ((i ^ row) * 16) + (lane % 4) * 4;
@@ -158,181 +212,245 @@ __device__ __forceinline__ void store_output(const Arguments& a, const Tile& til
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const int r = 2 * i + lane / 16, chunk = lane % 16;
-        const int token = first_token + r / kGroup;
-        const uint4 value = *reinterpret_cast<const uint4*>(staging + r * 256 + ((chunk ^ (r % 8)) * 16));
-        if (token < tile.tokens) {
-            const size_t head = size_t(tile.token + token) * a.query_heads + tile.kv_head * kGroup + r % kGroup;
-            *reinterpret_cast<uint4*>(a.out + head * kHeadDim + chunk * 8) = value;
+        const int r = 2 * i + lane / 16, piece = lane % 16;
+        const uint4 value = *reinterpret_cast<const uint4*>(staging + r * 256 + ((piece ^ (r % 8)) * 16));
+        if (rows >> r & 1) {
+            const size_t token = tile.token + first_token + r / kGroup;
+            const size_t head = token * a.query_heads + tile.kv_head * kGroup + r % kGroup;
+            *reinterpret_cast<uint4*>(a.out + head * kHeadDim + piece * 8) = value;
         }
     }
     __syncwarp();
 }
 
-template <class S, int kConsumers, int N, int kSlots, bool kOverlap>
-__device__ void consume(const Shared& shared, const Arguments& a) {
-    const int w = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const uint8_t* queries = shared.base + S::kQueries + w * kQueryBytes;
-    const uint8_t* slots = shared.base + S::kRing;
-    const int mine = kOrderBarrier + w, following = kOrderBarrier + (w + 1) % kConsumers;
+// A warpgroup. Its products go on from tile to tile: the last one of a tile is issued behind the first scores of
+// the next.
+template <bool kExact>
+struct Consumer {
+    const Shared& shared;
+    const Arguments& a;
+    const int w, warp, lane;
     Cursor<kSlots> ring;
-    uint32_t query_phase = 0;
-    if (w == kConsumers - 1) named_arrive(following, 256);
-    auto release = [&](int slot) {
+    Cursor<kQueryBuffers> turn;
+    Softmax<kExact> softmax;
+    float o[64];
+    uint32_t p[N / 4];
+
+    __device__ __forceinline__ Consumer(const Shared& shared, const Arguments& a)
+        : shared(shared),
+          a(a),
+          // Told to be the same in the warp: the descriptors are then computed once, not by every lane.
+          w(__shfl_sync(0xFFFFFFFF, threadIdx.x / 128 - 1, 0)),
+          warp(threadIdx.x / 32 % 4),
+          lane(threadIdx.x % 32) {}
+
+    __device__ __forceinline__ int buffer() const { return w * kQueryBuffers + turn.slot; }
+    __device__ __forceinline__ uint8_t* queries() const { return shared.base + buffer() * kQueryBytes; }
+    __device__ __forceinline__ const uint8_t* slot() const { return shared.base + kRing + ring.slot * kSlotBytes; }
+    __device__ __forceinline__ void wait_slot() const { barrier_wait(&shared.slot_full[ring.slot], ring.phase); }
+    __device__ __forceinline__ void wait_turn() const { named_sync(kTurn + w, 256); }
+    __device__ __forceinline__ void pass_turn() const { named_arrive(kTurn + (w + 1) % kConsumers, 256); }
+    __device__ __forceinline__ void arrive(uint64_t* barrier) const {
         __syncwarp();
-        if (lane == 0) barrier_arrive(&shared.slot_empty[slot]);
-    };
-    while (true) {
-        barrier_wait(&shared.query_full[w], query_phase);
-        const int index = shared.tile[w];
-        if (index < 0) break;
-        const Tile tile = load_tile(a.tiles, index);
-        const int most = tile.most(), least = tile.least(), in_prefix = min(tile.prefix, most);
-        const int prefix_steps = (in_prefix + N - 1) / N;
-        const int steps = max(1, prefix_steps + (most - in_prefix + N - 1) / N);
-        const int token = w * kWarpgroupTokens + warp * 4 + lane / 16;  // of row lane / 4 of this warp
-        const int visible0 = tile.visible_to(token), visible1 = tile.visible_to(token + 2);
-        Softmax<N> softmax(a.scale);
-        float o[64];
-        float s[N / 2];
-        uint32_t p[N / 4];
-        float factor[2];
+        if (lane == 0) barrier_arrive(barrier);
+    }
+    __device__ __forceinline__ void release(int slot) const { arrive(&shared.slot_empty[slot]); }
+
+    // Token of row lane / 4 of this warp, in the tile; that of row + 8 is 2 further.
+    __device__ __forceinline__ int token() const { return w * kWarpgroupTokens + warp * 4 + lane / 16; }
+
+    __device__ __forceinline__ int next_tile() {
+        barrier_wait(&shared.query_full[buffer()], turn.phase);
+        const int index = shared.tile[buffer()];
+        if (index >= 0 && a.scale != 1.0f) {
+            scale_queries(queries(), a.scale);
+            fence_async_shared();
+            named_sync(kAlone + w, 128);
+        }
+        return index;
+    }
+
+    __device__ __forceinline__ void begin() {
+        softmax = Softmax<kExact>();
 #pragma unroll
         for (int i = 0; i < 64; ++i) o[i] = 0.0f;
-        auto mask = [&](int j) {
-            const bool prefix = j < prefix_steps;
-            const int start = prefix ? j * N : in_prefix + (j - prefix_steps) * N;
-            const int end = prefix ? in_prefix : most;
-            if (start + N > min(end, least)) {
-                Softmax<N>::mask(s, min(visible0, end) - start, min(visible1, end) - start);
-            }
-        };
-        if constexpr (kOverlap) {
-            barrier_wait(&shared.slot_full[ring.slot], ring.phase);
-            named_sync(mine, 256);
-            keep(s);
-            wgmma_fence();
-            issue_scores<N>(s, queries, slots + ring.slot * S::kSlotBytes);
-            wgmma_commit();
-            named_arrive(following, 256);
-            wgmma_wait<0>();
-            keep(s);
-            release(ring.slot);
-            ring.next();
-            mask(0);
-            softmax.advance(s, factor);
-            pack_probabilities<N>(s, p);
-            for (int j = 1; j < steps; ++j) {
-                barrier_wait(&shared.slot_full[ring.slot], ring.phase);
-                const int key_slot = ring.slot;
-                named_sync(mine, 256);
-                keep(s);
-                keep(o);
-                wgmma_fence();
-                issue_scores<N>(s, queries, slots + ring.slot * S::kSlotBytes);
-                wgmma_commit();
-                ring.next();
-                barrier_wait(&shared.slot_full[ring.slot], ring.phase);
-                wgmma_fence();
-                issue_values<N>(o, p, slots + ring.slot * S::kSlotBytes);
-                wgmma_commit();
-                named_arrive(following, 256);
-                wgmma_wait<1>();
-                keep(s);
-                release(key_slot);
-                mask(j);
-                const bool grown = softmax.advance(s, factor);
-                keep(s);
-                const bool some = __any_sync(0xFFFFFFFF, grown || softmax.sum[0] + softmax.sum[1] < 0.0f);
-                if (some) {
-                    asm volatile("wgmma.wait_group.sync.aligned 0; // and rescale" ::: "memory");
-                    keep(o);
-                    rescale(o, factor);
-                } else {
-                    wgmma_wait<0>();
-                    keep(o);
-                }
-                release(ring.slot);
-                ring.next();
-                pack_probabilities<N>(s, p);
-            }
-            __syncwarp();
-            if (lane == 0) barrier_arrive(&shared.query_empty[w]);
-            barrier_wait(&shared.slot_full[ring.slot], ring.phase);
-            keep(o);
-            wgmma_fence();
-            issue_values<N>(o, p, slots + ring.slot * S::kSlotBytes);
-            wgmma_commit();
-            wgmma_wait<0>();
-            keep(o);
-            release(ring.slot);
-            ring.next();
-        } else {
-            for (int j = 0; j < steps; ++j) {
-                barrier_wait(&shared.slot_full[ring.slot], ring.phase);
-                named_sync(mine, 256);
-                keep(s);
-                wgmma_fence();
-                issue_scores<N>(s, queries, slots + ring.slot * S::kSlotBytes);
-                wgmma_commit();
-                named_arrive(following, 256);
-                wgmma_wait<0>();
-                keep(s);
-                release(ring.slot);
-                ring.next();
-                mask(j);
-                const bool grown = softmax.advance(s, factor);
-                pack_probabilities<N>(s, p);
-                if (grown) rescale(o, factor);
-                if (j == steps - 1) {
-                    __syncwarp();
-                    if (lane == 0) barrier_arrive(&shared.query_empty[w]);
-                }
-                barrier_wait(&shared.slot_full[ring.slot], ring.phase);
-                keep(o);
-                wgmma_fence();
-                issue_values<N>(o, p, slots + ring.slot * S::kSlotBytes);
-                wgmma_commit();
-                wgmma_wait<0>();
-                keep(o);
-                release(ring.slot);
-                ring.next();
-            }
-        }
-        query_phase ^= 1;
-        float inverse[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float sum = quad_sum(softmax.sum[r]);
-            inverse[r] = sum > 0.0f ? 1.0f / sum : 0.0f;
-            const int at = token + 2 * r;
-            if (a.lse != nullptr && lane % 4 == 0 && at < tile.tokens) {
-                const float log_sum = sum > 0.0f ? (softmax.max[r] * softmax.scale + log2f(sum)) * 0.69314718f : -INFINITY;
-                a.lse[size_t(tile.token + at) * a.query_heads + tile.kv_head * kGroup + lane / 4 % kGroup] = log_sum;
-            }
-        }
-        store_output(a, tile, w * kWarpgroupTokens + warp * 4,
-                     shared.base + S::kStaging + w * kQueryBytes + warp * 4096, o, inverse);
     }
+
+    template <int W>
+    __device__ __forceinline__ void issue_product() {
+        wait_slot();
+        keep(o);
+        wgmma_fence();
+        issue_values<W>(o, p, slot());
+        wgmma_commit();
+    }
+
+    __device__ __forceinline__ void issue_last_product(bool tailed) {
+        if (tailed) {
+            issue_product<kTail>();
+        } else {
+            issue_product<N>();
+        }
+    }
+
+    __device__ __forceinline__ void finish(int index);
+    __device__ __forceinline__ void run();
+};
+
+// Writes what is finished of a tile.
+template <bool kExact>
+__device__ __forceinline__ void Consumer<kExact>::finish(int index) {
+    const Tile tile = load_tile(a.tiles, index);
+    float inverse[2];
+    bool ours[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float sum = softmax.total(r), logarithm = softmax.max[r] + log2f(sum);
+        const int at = token() + 2 * r;
+        inverse[r] = sum > 0.0f ? 1.0f / sum : 0.0f;
+        // Also false where a score is not a number.
+        const bool in_range = tile.visible_to(at) == 0 || fabsf(logarithm) < kRange;
+        ours[r] = at < tile.tokens && !(kExact && in_range);
+        if (!kExact && at < tile.tokens && !in_range && atomicExch(&a.again[index], 1) == 0) {
+            a.again[a.tile_count + atomicAdd(&a.scheduler->again, 1)] = index;
+        }
+        if (a.lse != nullptr && lane % 4 == 0 && ours[r]) {
+            const size_t head = size_t(tile.token + at) * a.query_heads + tile.kv_head * kGroup + lane / 4 % kGroup;
+            a.lse[head] = sum > 0.0f ? logarithm * 0.69314718f : -INFINITY;
+        }
+    }
+    const uint32_t rows = every_fourth_bit(__ballot_sync(0xFFFFFFFF, ours[0])) |
+                          every_fourth_bit(__ballot_sync(0xFFFFFFFF, ours[1])) << 8;
+    store_output(a, tile, w * kWarpgroupTokens + warp * 4, shared.base + kStaging + w * kQueryBytes + warp * 4096, o,
+                 inverse, rows);
 }
 
-template <int kConsumers, int N, int kSlots, bool kOverlap>
+template <bool kExact>
+__device__ __forceinline__ void Consumer<kExact>::run() {
+    int previous = -1;
+    bool tailed = false;
+    for (int index = next_tile(); index >= 0; index = next_tile()) {
+        const Tile tile = load_tile(a.tiles, index);
+        const Steps steps(tile);
+        const int least = tile.least();
+        const int visible[2] = {tile.visible_to(token()), tile.visible_to(token() + 2)};
+        float s[N / 2];
+        auto soften = [&](auto& s, int j, float(&factor)[2]) {
+            constexpr int W = 2 * sizeof(s) / sizeof(float);
+            const bool prefix = j < steps.prefix_steps;
+            const int start = prefix ? j * N : steps.in_prefix + (j - steps.prefix_steps) * N;
+            const int end = prefix ? steps.in_prefix : steps.most;
+            if (start + W > min(end, least)) mask_scores(s, min(visible[0], end) - start, min(visible[1], end) - start);
+            return softmax.subtract_maximum(s, factor);
+        };
+        auto issue = [&](auto& s) {
+            constexpr int W = 2 * sizeof(s) / sizeof(float);
+            wait_slot();
+            wait_turn();
+            keep(s);
+            wgmma_fence();
+            issue_scores<W>(s, queries(), slot());
+            wgmma_commit();
+            ring.next();
+        };
+        // Probabilities of step j, whose scores have been issued before a product. Both are done on return.
+        auto step = [&](auto& s, int j, int key_slot) {
+            constexpr int W = 2 * sizeof(s) / sizeof(float);
+            float factor[2];
+            pass_turn();
+            wgmma_wait<1>();
+            keep(s);
+            release(key_slot);
+            const bool grown = soften(s, j, factor);
+            // The product is done about when a part of the exponentials is. Without a branch the assembler would
+            // wait for it before them; without maxima the first case never happens.
+            constexpr int kPart = W / 4;
+            softmax.exponentiate(s, 0, kPart);
+            keep(s);
+            if (kExact ? __any_sync(0xFFFFFFFF, grown) : a.tile_count < 0) {
+                asm volatile("wgmma.wait_group.sync.aligned 0; // and rescale" ::: "memory");
+                keep(o);
+                if (kExact) rescale(o, factor);
+            } else {
+                wgmma_wait<0>();
+                keep(o);
+            }
+            softmax.exponentiate(s, kPart, W / 2);
+            release(ring.slot);
+            ring.next();
+            pack_probabilities<W>(s, p);
+        };
+        {
+            // The first scores, and the last product of the tile before.
+            float factor[2];
+            const int key_slot = ring.slot;
+            issue(s);
+            if (previous >= 0) issue_last_product(tailed);
+            pass_turn();
+            wgmma_wait<0>();
+            keep(s);
+            keep(o);
+            release(key_slot);
+            if (previous >= 0) {
+                release(ring.slot);
+                ring.next();
+                finish(previous);
+            }
+            begin();
+            soften(s, 0, factor);
+            softmax.exponentiate(s, 0, N / 2);
+            pack_probabilities<N>(s, p);
+        }
+        tailed = steps.tailed();
+        previous = index;
+        const int whole = steps.count - (tailed ? 1 : 0);
+        for (int j = 1; j < whole; ++j) {
+            const int key_slot = ring.slot;
+            issue(s);
+            issue_product<N>();
+            step(s, j, key_slot);
+        }
+        float few[kTail / 2];
+        if (tailed) {
+            const int key_slot = ring.slot;
+            issue(few);
+            issue_product<N>();
+            step(few, whole, key_slot);
+        }
+        arrive(&shared.query_empty[buffer()]);
+        turn.next();
+    }
+    if (previous < 0) return;
+    issue_last_product(tailed);
+    wgmma_wait<0>();
+    keep(o);
+    release(ring.slot);
+    finish(previous);
+}
+
+template <bool kExact>
+__device__ __forceinline__ void consume(const Shared& shared, const Arguments& a) {
+    Consumer<kExact> consumer(shared, a);
+    if (consumer.w == kConsumers - 1) consumer.pass_turn();
+    consumer.run();
+}
+
+template <bool kExact>
 __device__ __forceinline__ void attend(const CUtensorMap* queries, const CUtensorMap* arena, const Arguments& a) {
-    using S = Shape<kConsumers, N, kSlots, kOverlap>;
     extern __shared__ __align__(1024) uint8_t memory[];
     Shared shared;
     shared.base = memory;
-    shared.slot_full = reinterpret_cast<uint64_t*>(memory + S::kBarriers);
+    shared.slot_full = reinterpret_cast<uint64_t*>(memory + kBarriers);
     shared.slot_empty = shared.slot_full + kSlots;
     shared.query_full = shared.slot_empty + kSlots;
-    shared.query_empty = shared.query_full + kConsumers;
-    shared.tile = reinterpret_cast<volatile int*>(shared.query_empty + kConsumers);
+    shared.query_empty = shared.query_full + kConsumers * kQueryBuffers;
+    shared.tile = reinterpret_cast<volatile int*>(shared.query_empty + kConsumers * kQueryBuffers);
     if (threadIdx.x == 0) {
         for (int i = 0; i < kSlots; ++i) {
             barrier_init(&shared.slot_full[i], 1);
             barrier_init(&shared.slot_empty[i], kConsumers * 4);
         }
-        for (int i = 0; i < kConsumers; ++i) {
+        for (int i = 0; i < kConsumers * kQueryBuffers; ++i) {
             barrier_init(&shared.query_full[i], 1);
             barrier_init(&shared.query_empty[i], 4);
         }
@@ -342,25 +460,26 @@ __device__ __forceinline__ void attend(const CUtensorMap* queries, const CUtenso
     }
     __syncthreads();
     if (threadIdx.x < 128) {
-        registers_give<S::kProducerRegisters>();
-        if (threadIdx.x == 0) produce<S, kConsumers, N, kSlots, kOverlap>(shared, queries, arena, a);
+        registers_give<kProducerRegisters>();
+        if (threadIdx.x == 0) produce<kExact>(shared, queries, arena, a);
     } else {
-        registers_take<S::kRegisters>();
-        consume<S, kConsumers, N, kSlots, kOverlap>(shared, a);
+        registers_take<kConsumerRegisters>();
+        consume<kExact>(shared, a);
     }
 }
 
 }  // namespace
 
-#define ATTENTION(name, consumers, n, slots, overlap)                                                           \
-    extern "C" __global__ void __launch_bounds__((consumers + 1) * 128, 1)                                      \
-        name(const __grid_constant__ CUtensorMap queries, const __grid_constant__ CUtensorMap arena,            \
-             const __grid_constant__ Arguments a) {                                                             \
-        attend<consumers, n, slots, overlap>(&queries, &arena, a);                                              \
-    }
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    attention_128(const __grid_constant__ CUtensorMap queries, const __grid_constant__ CUtensorMap arena,
+                  const __grid_constant__ Arguments a) {
+    attend<false>(&queries, &arena, a);
+}
 
-#ifndef ATTENTION_VARIANTS
-ATTENTION(attention_128, 2, 128, 4, true)
-#else
-ATTENTION_VARIANTS
-#endif
+// The tiles that the first kernel left, usually none.
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    attention_128_exact(const __grid_constant__ CUtensorMap queries, const __grid_constant__ CUtensorMap arena,
+                        const __grid_constant__ Arguments a) {
+    if (a.scheduler->again == 0) return;
+    attend<true>(&queries, &arena, a);
+}

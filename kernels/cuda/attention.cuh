@@ -1,6 +1,7 @@
 // Arguments of the attention kernels, and the pieces of their softmax.
 #pragma once
 
+#include "attention_mma.cuh"
 #include "hopper.cuh"
 
 namespace attention {
@@ -26,7 +27,7 @@ struct Row {
 };
 
 // Consecutive query tokens of one row with all query heads of one KV head.
-struct Tile {
+struct __align__(16) Tile {
     int token;    // first packed token
     int tokens;   // queries; more tokens may follow in memory, which belong to other tiles
     int causal;   // of them, the first ones that see one key more each
@@ -47,6 +48,15 @@ struct Tile {
     }
 };
 
+// Shared by the blocks of a launch; zeros before and after.
+struct Scheduler {
+    int next;  // tile, counted from the number of blocks on
+    int finished;
+    int again;  // tiles to be done again
+    int next_again;
+    int finished_again;
+};
+
 __device__ __forceinline__ Tile load_tile(const Tile* tiles, int index) {
     const int4* from = reinterpret_cast<const int4*>(tiles + index);
     const int4 a = __ldg(from), b = __ldg(from + 1);
@@ -65,6 +75,15 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
     return packed;
 }
 
+__device__ __forceinline__ float2 unpack_bf16(uint32_t pair) {
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000)};
+}
+
+__device__ __forceinline__ uint32_t scale_pair(uint32_t pair, float scale) {
+    const float2 x = unpack_bf16(pair);
+    return pack_bf16(x.x * scale, x.y * scale);
+}
+
 // Over the four lanes that share a row of an accumulator.
 __device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFF, x, 1));
@@ -76,78 +95,105 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(0xFFFFFFFF, x, 2);
 }
 
-// Running softmax of the two rows (r and r + 8) that a thread has of a warpgroup's accumulator.
-template <int N>
-struct Softmax {
-    // A row's maximum is let stand until scores exceed it by so many powers of two: exp2(8) sums exactly
-    // enough in f32, and the output is rescaled in the first tiles only. The choice is made row by row, so
-    // that a query's result depends on its own keys alone.
-    static constexpr float kSlack = 8.0f;
+// Bits 0, 4, ..., 28 as bits 0 to 7.
+__device__ __forceinline__ uint32_t every_fourth_bit(uint32_t x) {
+    x &= 0x11111111;
+    x = (x | x >> 3) & 0x03030303;
+    x = (x | x >> 6) & 0x000F000F;
+    return (x | x >> 12) & 0xFF;
+}
 
-    float max[2], sum[2];
-    float scale;  // of scores, times log2(e)
-
-    __device__ __forceinline__ explicit Softmax(float scale) : max{-INFINITY, -INFINITY}, sum{0, 0}, scale(scale) {}
-
-    // Scores at and beyond `limit` of a row are no keys.
-    static __device__ __forceinline__ void mask(float (&s)[N / 2], int limit0, int limit1) {
-        const int first = (threadIdx.x % 4) * 2;
-#pragma unroll
-        for (int i = 0; i < N / 8; ++i) {
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const int column = first + 8 * i + j;
-                if (column >= limit0) s[4 * i + j] = -INFINITY;
-                if (column >= limit1) s[4 * i + 2 + j] = -INFINITY;
-            }
-        }
-    }
-
-    // Scores to probabilities relative to the running maximum; `factor`: what the output so far is to be
-    // multiplied by. Returns whether a factor of the warp differs from 1.
-    __device__ __forceinline__ bool advance(float (&s)[N / 2], float (&factor)[2]) {
-        bool grown = false;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float high = fmaxf(s[2 * r], s[2 * r + 1]);
-#pragma unroll
-            for (int i = 1; i < N / 8; ++i) high = fmaxf(high, fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
-            high = quad_max(high);
-            factor[r] = 1.0f;
-            if ((high - max[r]) * scale > kSlack) {  // false for NaN: no key yet
-                factor[r] = exp2_fast((max[r] - high) * scale);
-                max[r] = high;
-                grown = true;
-            }
-        }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float base = max[r] == -INFINITY ? 0.0f : max[r] * scale;
-            float total[2] = {0, 0};
-#pragma unroll
-            for (int i = 0; i < N / 8; ++i) {
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    float& x = s[4 * i + 2 * r + j];
-                    x = exp2_fast(fmaf(x, scale, -base));
-                    total[j] += x;
-                }
-            }
-            sum[r] = fmaf(sum[r], factor[r], total[0] + total[1]);
-        }
-        return __any_sync(0xFFFFFFFF, grown);
-    }
+template <int W>
+struct Width {
+    static constexpr int value = W;
 };
 
-template <int N>
-__device__ __forceinline__ void pack_probabilities(const float (&s)[N / 2], uint32_t (&p)[N / 4]) {
+// Scores at and beyond `limit` of a row (r, and r + 8) are no keys. Numbers 4 i + 0, 1 of an accumulator are row r,
+// numbers 4 i + 2, 3 row r + 8.
+template <int M>
+__device__ __forceinline__ void mask_scores(float (&s)[M], int limit0, int limit1) {
+    const int first = (threadIdx.x % 4) * 2;
 #pragma unroll
-    for (int i = 0; i < N / 4; ++i) p[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
+    for (int i = 0; i < M / 4; ++i) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int column = first + 8 * i + j;
+            if (column >= limit0) s[4 * i + j] = -INFINITY;
+            if (column >= limit1) s[4 * i + 2 + j] = -INFINITY;
+        }
+    }
+}
+
+template <int W, int K>
+__device__ __forceinline__ void pack_probabilities(const float (&s)[W / 2], uint32_t (&p)[K]) {
+#pragma unroll
+    for (int i = 0; i < W / 4; ++i) p[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
 }
 
 __device__ __forceinline__ void rescale(float (&o)[64], const float (&factor)[2]) {
 #pragma unroll
     for (int i = 0; i < 64; ++i) o[i] *= factor[(i / 2) % 2];
 }
+
+// Sums whose binary logarithm is smaller than this are exact enough without a running maximum: what is rounded
+// to zero is less than 2^-60 of them, and values up to 2^60 do not overflow.
+constexpr float kRange = 64.0f;
+
+// Softmax of the two rows (r and r + 8) that a thread has of a warpgroup's accumulator.
+template <bool kExact>
+struct Softmax {
+    // A row's maximum is let stand until scores exceed it by so many powers of two. The choice is made row by
+    // row: a query's bits depend on its own keys alone.
+    static constexpr float kSlack = 8.0f;
+
+    float max[2];  // what probabilities are relative to
+    float sum[4];  // of even and odd columns of each row
+
+    __device__ __forceinline__ Softmax()
+        : max{kExact ? -INFINITY : 0.0f, kExact ? -INFINITY : 0.0f}, sum{0, 0, 0, 0} {}
+
+    __device__ __forceinline__ float total(int r) const { return quad_sum(sum[2 * r] + sum[2 * r + 1]); }
+
+    // Scores, times log2(e), to exponents of two. `factor`: what the output and the sums so far are to be multiplied
+    // by; returns whether one of the thread's is not 1.
+    template <int M>
+    __device__ __forceinline__ bool subtract_maximum(float (&s)[M], float (&factor)[2]) {
+        bool grown = false;
+        if constexpr (kExact) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float high = -INFINITY;
+#pragma unroll
+                for (int i = 0; i < M / 4; ++i) high = fmaxf(high, fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
+                high = quad_max(high);
+                factor[r] = 1.0f;
+                if (high - max[r] > kSlack) {  // false for NaN: no key yet
+                    factor[r] = exp2_fast(max[r] - high);
+                    max[r] = high;
+                    grown = true;
+                }
+                const float base = max[r] == -INFINITY ? 0.0f : max[r];
+#pragma unroll
+                for (int i = 0; i < M / 4; ++i) {
+                    s[4 * i + 2 * r] -= base;
+                    s[4 * i + 2 * r + 1] -= base;
+                }
+                sum[2 * r] *= factor[r];
+                sum[2 * r + 1] *= factor[r];
+            }
+        }
+        return grown;
+    }
+
+    // Probabilities of numbers `first` to `last` of the accumulator.
+    template <int M>
+    __device__ __forceinline__ void exponentiate(float (&s)[M], int first, int last) {
+#pragma unroll
+        for (int i = first; i < last; ++i) {
+            s[i] = exp2_fast(s[i]);
+            sum[i % 4] += s[i];
+        }
+    }
+};
 
 }  // namespace attention

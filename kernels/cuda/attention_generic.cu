@@ -38,10 +38,6 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
-__device__ __forceinline__ float2 unpack(uint32_t pair) {
-    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000)};
-}
-
 // q . k with q in shared memory.
 __device__ __forceinline__ float dot(const float* q, const __nv_bfloat16* k, int dim) {
     float total = 0;
@@ -50,7 +46,7 @@ __device__ __forceinline__ float dot(const float* q, const __nv_bfloat16* k, int
         const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float2 pair = unpack(pairs[i]);
+            const float2 pair = unpack_bf16(pairs[i]);
             total = fmaf(q[d + 2 * i], pair.x, total);
             total = fmaf(q[d + 2 * i + 1], pair.y, total);
         }
@@ -90,7 +86,7 @@ struct Query {
                 for (int i = 0; i < kPairs; ++i) {
                     const int column = 2 * lane + 64 * i;
                     if (column >= a.dim) continue;
-                    const float2 pair = unpack(__ldg(reinterpret_cast<const uint32_t*>(v + column)));
+                    const float2 pair = unpack_bf16(__ldg(reinterpret_cast<const uint32_t*>(v + column)));
                     o[i].x = fmaf(weight, pair.x, o[i].x);
                     o[i].y = fmaf(weight, pair.y, o[i].y);
                 }

@@ -28,6 +28,17 @@ __device__ __forceinline__ void multiply_scores(float (&d)[64], uint64_t q, uint
         : "l"(q), "l"(k), "r"(int(first)));
 }
 
+// d = q . k (`first`) or d += q . k, for 64 rows of queries and 16 keys, both K-major.
+__device__ __forceinline__ void multiply_scores(float (&d)[8], uint64_t q, uint64_t k, bool first) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.eq.b32 add, %10, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7"
+        "}, %8, %9, add, 1, 1, 0, 0;\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+        : "l"(q), "l"(k), "r"(int(first)));
+}
+
 // d += p . v, for 64 rows of probabilities in registers and 16 keys with 128 columns of values, which lie
 // token by token ("MN-major", hence transposed).
 __device__ __forceinline__ void multiply_values(float (&d)[64], const uint32_t* p, uint64_t v) {

@@ -189,7 +189,7 @@ fn packed_attention_is_that_of_the_cpu() {
             let off = error(&got, &want.out.to_f32_vec());
             assert!(off < TOLERANCE, "{:?}: {off}", batch.heads);
             let off = error(&there.lse.to_f32_vec().unwrap(), &want.lse.to_f32_vec());
-            assert!(off < 1e-4, "{:?}: lse {off}", batch.heads);
+            assert!(off < 1e-3, "{:?}: lse {off}", batch.heads);
         }
     }
 }

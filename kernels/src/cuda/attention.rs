@@ -35,17 +35,17 @@ const SLOTS: usize = 4;
 const PLAIN_TOKENS: usize = 8;
 const PLAIN_DIM: usize = 256;
 const PLAIN_THREADS: u32 = 256;
-/// Numbers before the rows: the scheduler's.
-const SCHEDULER_WORDS: usize = 8;
 
-/// Queries, and outputs, of a block.
-const QUERY_BYTES: usize = CONSUMERS * CONSUMER_TOKENS * FAST_GROUP * FAST_DIM * 2;
-/// Queries, ring, outputs on their way; a barrier pair of each slot and of each warpgroup's queries; the
-/// tile of each warpgroup.
-const SHARED_BYTES: usize = 2 * QUERY_BYTES
+/// Queries that a warpgroup has and awaits.
+const QUERY_BUFFERS: usize = 2;
+/// Queries of a block's tile, or its outputs.
+const TILE_BYTES: usize = CONSUMERS * CONSUMER_TOKENS * FAST_GROUP * FAST_DIM * 2;
+/// Queries, ring, outputs on their way; a pair of barriers of each slot and each buffer of queries; the tile of
+/// each such buffer.
+const SHARED_BYTES: usize = (QUERY_BUFFERS + 1) * TILE_BYTES
     + SLOTS * KEY_TILE * FAST_DIM * 2
-    + (2 * SLOTS + 2 * CONSUMERS) * size_of::<u64>()
-    + CONSUMERS * size_of::<u64>();
+    + 2 * (SLOTS + CONSUMERS * QUERY_BUFFERS) * size_of::<u64>()
+    + CONSUMERS * QUERY_BUFFERS * size_of::<i32>();
 
 /// Who attends to what in a step, on the device; the same for every layer.
 #[derive(Clone, Debug)]
@@ -66,6 +66,7 @@ struct Arguments {
     rows: u64,
     tiles: u64,
     scheduler: u64,
+    again: u64,
     tile_count: i32,
     layer: i32,
     query_heads: i32,
@@ -164,6 +165,9 @@ impl AttentionPlan {
         let mut words = vec![[0_u32; WORDS]];
         words.extend(&made.rows);
         words.extend(&made.tiles);
+        // For each tile whether it is to be done again, and the list of those.
+        let again = (2 * made.tiles.len()).div_ceil(WORDS);
+        words.resize(words.len() + again, [0; WORDS]);
         let dims = [words.len(), WORDS];
         let tables = GpuTensor::new(gpu, &dims, GpuType::I32, "attention plan")?;
         tables.write_bytes(bytes_of(&words))?;
@@ -183,12 +187,13 @@ impl AttentionPlan {
         self.tokens
     }
 
-    /// Addresses of the scheduler, the rows and the tiles.
-    fn addresses(&self) -> [u64; 3] {
-        let word = size_of::<u32>();
+    /// Addresses of the scheduler, the rows, the tiles and what is to be done again.
+    fn addresses(&self) -> [u64; 4] {
+        let entry = WORDS * size_of::<u32>();
         let start = self.tables.address();
-        let rows = start + (SCHEDULER_WORDS * word) as u64;
-        [start, rows, rows + (self.rows * WORDS * word) as u64]
+        let rows = start + entry as u64;
+        let tiles = rows + (self.rows * entry) as u64;
+        [start, rows, tiles, tiles + (self.tiles * entry) as u64]
     }
 
     fn check(&self, layer: usize, out: &GpuTensor, lse: Option<&GpuTensor>) -> Result<()> {
@@ -226,6 +231,16 @@ impl Extent {
     }
 }
 
+/// The factor that makes scores exponents of two; exactly 1 where the queries carry it already.
+fn binary(scale: f32) -> f32 {
+    let factor = scale * std::f32::consts::LOG2_E;
+    if (factor - 1.0).abs() < 4.0 * f32::EPSILON {
+        1.0
+    } else {
+        factor
+    }
+}
+
 /// Where [`attention`] writes.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionOut<'a> {
@@ -239,6 +254,9 @@ pub struct AttentionOut<'a> {
 /// keys and values that `arena` bf16 `[rows, D]` holds of `layer`, as the plan says. Query head `h` reads KV head
 /// `h / (Hq / Hkv)`. Softmax is fp32, probabilities are bf16. Padding of the runs is read and must be
 /// finite; it has no weight.
+///
+/// The fast kernel rounds `scale * log2(e) * q` to bf16 once more. It need not where queries were made with that
+/// factor before they were rounded: then `scale` is `ln 2`, what is left of it.
 ///
 /// # Errors
 /// `Argument` naming the operand that is not the plan's, or what the driver says.
@@ -299,21 +317,21 @@ fn on_tensor_cores(
         &[PANEL, KEY_TILE, FAST_DIM / PANEL],
         Swizzled::B128,
     )?;
-    let [scheduler, rows, tiles] = plan.addresses();
+    let [scheduler, rows, tiles, again] = plan.addresses();
     let arguments = Arguments {
         out: to.out.address(),
         lse: to.lse.map_or(0, GpuTensor::address),
         rows,
         tiles,
         scheduler,
+        again,
         tile_count: int(OP, "segments", plan.tiles)?,
         layer: int(OP, "layer", layer)?,
         query_heads: int(OP, "heads", heads.q)?,
-        scale: scale * std::f32::consts::LOG2_E,
+        scale: binary(scale),
     };
     let gpu = q.gpu();
     let shared = u32::try_from(SHARED_BYTES).unwrap_or(u32::MAX);
-    let kernel = gpu.kernel("attention", "attention_128", shared)?;
     let blocks = gpu
         .multiprocessors()
         .min(u32::try_from(plan.tiles).unwrap_or(u32::MAX));
@@ -322,10 +340,14 @@ fn on_tensor_cores(
         block_dim: (128 * (CONSUMERS as u32 + 1), 1, 1),
         shared_mem_bytes: shared,
     };
-    let mut launch = gpu.stream().launch_builder(&kernel);
-    launch.arg(&queries).arg(&keys).arg(&arguments);
-    // SAFETY: arguments are those of `attention_128`; the plan's tables were held against tokens and arena.
-    unsafe { launch.launch(config) }?;
+    // The second kernel does the tiles again that the first could not, usually none.
+    for name in ["attention_128", "attention_128_exact"] {
+        let kernel = gpu.kernel("attention", name, shared)?;
+        let mut launch = gpu.stream().launch_builder(&kernel);
+        launch.arg(&queries).arg(&keys).arg(&arguments);
+        // SAFETY: arguments are those of the kernels; the plan's tables were held against tokens and arena.
+        unsafe { launch.launch(config) }?;
+    }
     Ok(())
 }
 
@@ -346,7 +368,7 @@ impl Plain {
         scale: f32,
     ) -> Result<()> {
         let heads = plan.heads;
-        let [_, rows, tiles] = plan.addresses();
+        let [_, rows, tiles, _] = plan.addresses();
         let arguments = PlainArguments {
             q: self.q,
             arena: self.arena,
@@ -360,7 +382,7 @@ impl Plain {
             group: int(OP, "heads", heads.group())?,
             query_heads: int(OP, "heads", heads.q)?,
             layer: int(OP, "layer", layer)?,
-            scale: scale * std::f32::consts::LOG2_E,
+            scale: binary(scale),
             padding: 0,
         };
         let blocks = u32::try_from(plan.tiles)
