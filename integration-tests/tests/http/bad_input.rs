@@ -101,7 +101,7 @@ async fn each_bad_field_of_an_image_is_named() {
 }
 
 #[tokio::test]
-async fn bad_chats_and_edits_are_named() {
+async fn bad_chats_are_named() {
     let user = json!({ "role": "user", "content": "a boat" });
     let chat = |more: Value| with(json!({ "messages": [user], "steps": 1 }), more);
     for (more, status, param) in [
@@ -142,6 +142,10 @@ async fn bad_chats_and_edits_are_named() {
         let kind = if status == 501 { "server_error" } else { BAD };
         assert_refused(CHAT, &chat(more), (status, kind, Some(param))).await;
     }
+}
+
+#[tokio::test]
+async fn bad_edits_are_named() {
     let edit = |more: Value| with(with(wish("bluer"), json!({ "image": PICTURE })), more);
     for (more, status, param) in [
         (json!({ "mask": PICTURE }), 501, "mask"),

@@ -55,8 +55,8 @@ impl Row {
 
     /// Goes back to `tokens`; ranks that have fewer are left as they are.
     pub(crate) fn rewind(&mut self, tokens: usize) -> Result<(), ModelError> {
-        let behind = self.caches.iter_mut().filter(|cache| cache.len() > tokens);
-        behind.map(|cache| cache.truncate(tokens)).collect()
+        let mut behind = self.caches.iter_mut().filter(|cache| cache.len() > tokens);
+        behind.try_for_each(|cache| cache.truncate(tokens))
     }
 
     /// The whole row, from the parts of all ranks.

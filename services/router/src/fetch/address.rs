@@ -43,10 +43,12 @@ fn is_public_v6(address: Ipv6Addr) -> bool {
     let [a, b, ..] = address.segments();
     let global = a & 0xe000 == 0x2000;
     // Teredo, ORCHID and other protocols; documentation; 6to4; more documentation.
-    let special = (a == 0x2001 && b < 0x0200)
-        || (a == 0x2001 && b == 0x0db8)
-        || a == 0x2002
-        || (a == 0x3fff && b < 0x1000);
+    let special = match a {
+        0x2001 => b < 0x0200 || b == 0x0db8,
+        0x2002 => true,
+        0x3fff => b < 0x1000,
+        _ => false,
+    };
     global && !special
 }
 

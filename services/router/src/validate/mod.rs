@@ -280,7 +280,6 @@ impl ValidRequest {
             cost: self.cost,
             n: self.n,
             template: self.template.clone(),
-            ..Accepted::default()
         }
     }
 }

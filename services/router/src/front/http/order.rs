@@ -106,7 +106,7 @@ fn mode(fields: &Fields, text_only: bool) -> Result<Mode, Failure> {
     match of_pictures.iter().find(given) {
         Some(name) if text_only => {
             let reason = format!("{name} must be absent when the answer is text alone");
-            Err(Failure::invalid(*name, reason))
+            Err(Failure::invalid(name, reason))
         }
         _ if text_only => Ok(Mode::Text),
         _ => Ok(match fields.word("mode") {
