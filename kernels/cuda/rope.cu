@@ -30,6 +30,7 @@ struct Arguments {
     int q_heads;
     int kv_heads;
     float eps;
+    float q_scale;        // of queries, before they are rounded
 };
 
 constexpr int kBlock = 128;
@@ -107,6 +108,13 @@ __device__ __forceinline__ void run(const Arguments& a) {
             rows::widen(rows::load_constant(weight + column + kDim / 2), w);
 #pragma unroll
             for (int i = 0; i < rows::kVector; ++i) y1[i] *= inverse * w[i];
+        }
+        if (!key && !value) {
+#pragma unroll
+            for (int i = 0; i < rows::kVector; ++i) {
+                y0[i] *= a.q_scale;
+                y1[i] *= a.q_scale;
+            }
         }
         bf16* to = a.q + (static_cast<int64_t>(token) * a.q_heads + kv * (group - 2) + place) * kDim;
         if (key || value) {

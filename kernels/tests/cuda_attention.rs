@@ -1,4 +1,4 @@
-//! Attention on the GPU against the CPU operation. Needs a GPU.
+//! Attention on the GPU against the CPU operation.
 #![cfg(feature = "cuda")]
 #![allow(missing_docs, clippy::unwrap_used)]
 
@@ -177,6 +177,7 @@ fn batches() -> Vec<Batch> {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn packed_attention_is_that_of_the_cpu() {
     let gpu = Gpu::open(0).unwrap();
     for batch in batches() {
@@ -195,6 +196,55 @@ fn packed_attention_is_that_of_the_cpu() {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
+fn queries_that_carry_the_scale_give_the_same() {
+    let gpu = Gpu::open(0).unwrap();
+    let mut batch = batch(heads(8, 2, 128), &[spec(300, 1, 128)], 8);
+    let want = on_cpu(&batch);
+    let carried = batch.q.to_f32_vec();
+    let factor = batch.scale() * std::f32::consts::LOG2_E;
+    let carried = carried.iter().map(|v| v * factor).collect();
+    batch.q = round(&Tensor::from_f32(batch.q.shape(), carried).unwrap());
+    let there = upload(&gpu, &batch);
+    let plan = there.plan(&batch, &batch.segments());
+    let got = there.attend(&plan, std::f32::consts::LN_2);
+    assert!(error(&got, &want.out.to_f32_vec()) < TOLERANCE);
+}
+
+/// Scores of hundreds, so that sums do not fit the fast kernel's range: some rows far above it, some below.
+#[test]
+#[ignore = "needs a GPU"]
+fn scores_that_are_large_are_attended_with_running_maxima() {
+    let gpu = Gpu::open(0).unwrap();
+    for sign in [40.0, -40.0] {
+        let mut batch = batch(heads(8, 2, 128), &[spec(200, 30, 40), spec(0, 3, 60)], 9);
+        let large = |x: &Tensor, factor: f32| {
+            let data = x.to_f32_vec().iter().map(|v| v.abs() * factor).collect();
+            round(&Tensor::from_f32(x.shape(), data).unwrap())
+        };
+        // Powers of two, so that scaling the queries does not round them.
+        let scale = 0.5 * std::f32::consts::LN_2;
+        (batch.q, batch.k) = (large(&batch.q, sign), large(&batch.k, 1.0));
+        for (k, _) in &mut batch.past {
+            k.iter_mut().for_each(|k| *k = k.abs());
+        }
+        let there = upload(&gpu, &batch);
+        let plan = there.plan(&batch, &batch.segments());
+        for _ in 0..2 {
+            let got = there.attend(&plan, scale);
+            let (q, k, v) = (&batch.q, &batch.k, &batch.v);
+            let (rows, segments) = (batch.rows(), batch.segments());
+            let want = varlen_attention_partial(q, &rows, k, v, &segments, scale).unwrap();
+            let off = error(&got, &want.out.to_f32_vec());
+            assert!(off < TOLERANCE, "{sign}: {off}");
+            let off = error(&there.lse.to_f32_vec().unwrap(), &want.lse.to_f32_vec());
+            assert!(off < 1e-4, "{sign}: lse {off}");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
 fn a_row_has_the_same_bits_alone_and_packed() {
     let gpu = Gpu::open(0).unwrap();
     for heads in [heads(8, 2, 128), heads(4, 2, 16)] {
@@ -217,6 +267,7 @@ fn a_row_has_the_same_bits_alone_and_packed() {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn parts_without_keys_are_zero_and_tokens_left_out_stay() {
     let gpu = Gpu::open(0).unwrap();
     for heads in [heads(8, 2, 128), heads(4, 2, 16)] {
@@ -237,6 +288,7 @@ fn parts_without_keys_are_zero_and_tokens_left_out_stay() {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn attention_within_a_fused_projection_is_that_of_the_cpu() {
     let gpu = Gpu::open(0).unwrap();
     let (heads, dim, sequences) = (3, 72, [50, 131]);
@@ -272,6 +324,7 @@ fn attention_within_a_fused_projection_is_that_of_the_cpu() {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn operands_that_are_not_the_plans_are_refused_before_a_launch() {
     let gpu = Gpu::open(0).unwrap();
     let batch = batch(heads(8, 2, 128), &[spec(0, 1, 9)], 1);

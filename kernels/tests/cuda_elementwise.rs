@@ -152,11 +152,13 @@ fn heads_are_rotated_normalised_and_written_where_the_slots_say() {
             q_norm: Some(&qn),
             k_norm: Some(&kn),
             eps: EPS,
+            q_scale: 0.3,
             heads,
             layer: 1,
         };
         qkv_rope_norm_write(&input, &on_gpu, &out, &arena).unwrap();
-        assert_near("q", &out, want.0.as_f32().unwrap(), BF16);
+        let scaled: Vec<f32> = want.0.as_f32().unwrap().iter().map(|v| v * 0.3).collect();
+        assert_near("q", &out, &scaled, BF16);
         let got = arena.to_f32_vec().unwrap();
         let mut expected = vec![7.0; rows * dim];
         for (t, slot) in slots.iter().enumerate() {

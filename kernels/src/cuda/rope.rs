@@ -115,6 +115,9 @@ pub struct Qkv<'a> {
     pub k_norm: Option<&'a GpuTensor>,
     /// Added to the mean square of a head.
     pub eps: f32,
+    /// What queries are multiplied by before they are rounded: `scale * log2(e)` for attention, which then
+    /// has nothing left to multiply.
+    pub q_scale: f32,
     /// `dim` is 16, 32, 64, 128 or 256.
     pub heads: AttnHeads,
     /// Layer of the slots that is written.
@@ -137,6 +140,7 @@ struct Arguments {
     q_heads: i32,
     kv_heads: i32,
     eps: f32,
+    q_scale: f32,
 }
 
 // SAFETY: plain numbers in the layout of the kernel's struct.
@@ -173,6 +177,7 @@ pub fn qkv_rope_norm_write(
         q_heads: int(OP, "heads", input.heads.q)?,
         kv_heads: int(OP, "heads", input.heads.kv)?,
         eps: input.eps,
+        q_scale: input.q_scale,
     };
     // A token's projection and its two rows of tables pass through shared memory.
     let (row, tables) = (input.heads.width(), 2 * input.heads.dim);

@@ -107,7 +107,6 @@ impl Layer<'_> {
         next_norm: Option<&GpuTensor>,
     ) -> Result<(), ModelError> {
         self.keys(work, pass)?;
-        let scale = (self.dims.head_dim as f32).sqrt().recip();
         let to = AttentionOut {
             out: &work.mixed,
             lse: None,
@@ -117,7 +116,8 @@ impl Layer<'_> {
             to,
             &work.q,
             (&pass.arena, self.index),
-            scale,
+            // What `q_scale` leaves.
+            std::f32::consts::LN_2,
         )?;
         if let Some(codes) = &work.mixed8 {
             quantize_rows(&work.mixed, codes.rows())?;
@@ -139,6 +139,7 @@ impl Layer<'_> {
             q_norm: self.small.q_norm.as_ref(),
             k_norm: self.small.k_norm.as_ref(),
             eps: pass.eps,
+            q_scale: std::f32::consts::LOG2_E / (self.dims.head_dim as f32).sqrt(),
             heads: AttnHeads {
                 q: self.dims.q_heads,
                 kv: self.dims.kv_heads,
