@@ -1,13 +1,14 @@
 //! One GPU: its context, the stream that everything runs on in order, and the compiled kernels.
 
 use std::collections::HashMap;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use cudarc::driver::sys::{self, CUdevice_attribute_enum as Attribute, CUfunction_attribute_enum};
-use cudarc::driver::{CudaContext, CudaFunction, CudaModule, CudaStream};
+use cudarc::driver::{CudaContext, CudaFunction, CudaModule, CudaStream, result};
 use cudarc::nvrtc::Ptx;
 
 use super::error::{CudaError, Result};
+use super::memory::Spare;
 
 /// Version of CUDA the kernels are compiled for, as the driver counts.
 const CUDA_VERSION: i32 = 13_000;
@@ -24,6 +25,7 @@ pub struct Gpu {
     name: String,
     modules: RwLock<HashMap<&'static str, Arc<CudaModule>>>,
     functions: RwLock<HashMap<(&'static str, &'static str), CudaFunction>>,
+    spare: Mutex<Spare>,
 }
 
 impl std::fmt::Debug for Gpu {
@@ -90,6 +92,7 @@ impl Gpu {
             name,
             modules: RwLock::default(),
             functions: RwLock::default(),
+            spare: Mutex::default(),
         }))
     }
 
@@ -132,6 +135,11 @@ impl Gpu {
     pub(crate) fn context(&self) -> Result<&Arc<CudaContext>> {
         self.context.bind_to_thread()?;
         Ok(&self.context)
+    }
+
+    /// Small device buffers that nobody uses.
+    pub(crate) fn spare(&self) -> &Mutex<Spare> {
+        &self.spare
     }
 
     /// The stream that work runs on.
@@ -181,5 +189,19 @@ impl Gpu {
         let module = self.context.load_module(Ptx::from_binary(image.to_vec()))?;
         modules.insert(file, module.clone());
         Ok(module)
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        if self.context.bind_to_thread().is_err() {
+            return;
+        }
+        let spare = self.spare.get_mut().unwrap_or_else(PoisonError::into_inner);
+        for address in spare.drain() {
+            // A failure can only repeat one that was reported by the call that caused it.
+            // SAFETY: allocated by `DeviceBuffer::new`; its last user gave it back.
+            let _ = unsafe { result::free_sync(address) };
+        }
     }
 }

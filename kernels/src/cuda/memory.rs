@@ -1,6 +1,6 @@
 //! Device and pinned host memory.
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use cudarc::driver::result;
 use cudarc::driver::sys::CUdeviceptr;
@@ -9,8 +9,51 @@ use super::device::Gpu;
 use super::error::{CudaError, Result};
 use crate::error::KernelError;
 
-/// Device memory of its own allocation, so that peers and transports can map it; freed on drop, after the
-/// work that was enqueued has run.
+/// Largest buffer that is kept for the next one of its size class rather than freed: freeing waits for the
+/// device, and steps make small tables.
+const SMALL_BYTES: usize = 1 << 20;
+/// Smallest size class, in bytes.
+const LEAST_BYTES: usize = 1 << 10;
+/// Most small buffers that are kept.
+const KEPT: usize = 1024;
+
+/// Small buffers that nobody uses, by size class. Work on the one compute stream is in order, so what was
+/// enqueued on a buffer's last use is over before its next use begins.
+#[derive(Debug, Default)]
+pub(crate) struct Spare {
+    buffers: Vec<(usize, CUdeviceptr)>,
+}
+
+impl Spare {
+    fn take(&mut self, class: usize) -> Option<CUdeviceptr> {
+        let place = self.buffers.iter().position(|(size, _)| *size == class)?;
+        Some(self.buffers.swap_remove(place).1)
+    }
+
+    fn keep(&mut self, class: usize, address: CUdeviceptr) -> bool {
+        let room = self.buffers.len() < KEPT;
+        if room {
+            self.buffers.push((class, address));
+        }
+        room
+    }
+
+    /// All of them, to be freed.
+    pub(crate) fn drain(&mut self) -> impl Iterator<Item = CUdeviceptr> {
+        self.buffers.drain(..).map(|(_, address)| address)
+    }
+}
+
+/// Bytes that a buffer of `bytes` takes: small ones are powers of two.
+fn class(bytes: usize) -> usize {
+    if bytes > SMALL_BYTES {
+        return bytes;
+    }
+    bytes.max(LEAST_BYTES).next_power_of_two()
+}
+
+/// Device memory of its own allocation, so that peers and transports can map it; given back on drop, after the
+/// work that was enqueued has run. It must not be used on other streams once dropped.
 pub struct DeviceBuffer {
     gpu: Arc<Gpu>,
     address: CUdeviceptr,
@@ -31,15 +74,26 @@ impl DeviceBuffer {
     /// # Errors
     /// `OutOfMemory`, saying how much is missing; or what the driver says.
     pub fn new(gpu: &Arc<Gpu>, bytes: usize, what: &'static str) -> Result<Self> {
+        let size = class(bytes);
+        if size <= SMALL_BYTES {
+            let mut spare = gpu.spare().lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(address) = spare.take(size) {
+                drop(spare);
+                return Ok(Self {
+                    gpu: gpu.clone(),
+                    address,
+                    bytes,
+                });
+            }
+        }
         let free = gpu.memory()?.free;
-        if bytes > free {
+        if size > free {
             let needed = bytes;
             return Err(CudaError::OutOfMemory { what, needed, free });
         }
         gpu.context()?;
-        // The driver refuses empty allocations.
-        // SAFETY: the context is current; the memory is freed once, on drop.
-        let address = unsafe { result::malloc_sync(bytes.max(1)) }.map_err(|_| {
+        // SAFETY: the context is current; the memory is freed once, on drop or with the GPU.
+        let address = unsafe { result::malloc_sync(size) }.map_err(|_| {
             let needed = bytes;
             CudaError::OutOfMemory { what, needed, free }
         })?;
@@ -141,11 +195,40 @@ impl DeviceBuffer {
 
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
+        let size = class(self.bytes);
+        if size <= SMALL_BYTES {
+            let spare = self.gpu.spare();
+            let mut spare = spare.lock().unwrap_or_else(PoisonError::into_inner);
+            if spare.keep(size, self.address) {
+                return;
+            }
+        }
         if self.gpu.context().is_ok() {
             // Freeing waits for the device, so nothing enqueued still uses the memory. A failure can only
             // repeat one that was reported by the call that caused it.
             // SAFETY: allocated by `new` and freed here only.
             let _ = unsafe { result::free_sync(self.address) };
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_buffers_come_back_by_size_class_and_large_ones_keep_their_size() {
+        assert_eq!(class(0), LEAST_BYTES);
+        assert_eq!(class(1025), 2048);
+        assert_eq!(class(SMALL_BYTES), SMALL_BYTES);
+        assert_eq!(class(SMALL_BYTES + 1), SMALL_BYTES + 1);
+        let mut spare = Spare::default();
+        assert!(spare.keep(2048, 7));
+        assert_eq!(spare.take(1024), None);
+        assert_eq!(spare.take(2048), Some(7));
+        assert_eq!(spare.take(2048), None);
+        assert!((0..KEPT).all(|i| spare.keep(1024, i as CUdeviceptr)));
+        assert!(!spare.keep(1024, 0));
+        assert_eq!(spare.drain().count(), KEPT);
     }
 }
