@@ -207,6 +207,11 @@ impl Up {
         admin.expect("up logs what it starts").trim().to_owned()
     }
 
+    /// Address of the router.
+    pub fn endpoint(&self) -> &str {
+        &self.endpoint
+    }
+
     /// A connection to the router.
     pub fn channel(&self) -> Channel {
         proto::channel::lazy(&self.endpoint).unwrap()

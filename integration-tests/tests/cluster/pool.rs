@@ -36,6 +36,40 @@ async fn emptied(pool: &mut KvTransferServiceClient<Channel>, after: &str) {
     assert!(emptied.is_ok(), "after {after}, prefixes are left");
 }
 
+/// What `omnictl kv` with these arguments prints, as JSON.
+async fn omnictl_kv(up: &Up, arguments: &[&str]) -> serde_json::Value {
+    let omnictl = integration_tests::binary("omnictl").unwrap();
+    let output = tokio::process::Command::new(omnictl)
+        .args(["--endpoint", up.endpoint(), "kv"])
+        .args(arguments)
+        .output();
+    let output = bounded(output).await.unwrap();
+    let complaint = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{arguments:?}: {complaint}");
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+#[tokio::test]
+async fn omnictl_shows_the_prefixes_of_a_running_request_and_times_leases() {
+    let up = Up::start("shm");
+    let mut client = up.client();
+    let stream = bounded(client.generate(long("watched"))).await;
+    let mut stream = stream.unwrap().into_inner();
+    let request_id = first_step(&mut stream).await;
+    let pools = omnictl_kv(&up, &["ls", "-o", "json"]).await;
+    let slots = pools[0]["slots"].as_array().unwrap();
+    assert!(!slots.is_empty(), "{pools}");
+    for slot in slots {
+        assert_eq!(slot["request_id"], request_id.as_str());
+        assert_eq!(slot["state"], "sealed");
+        let number = slot["slot"].to_string();
+        let one = omnictl_kv(&up, &["describe", &number, "-o", "json"]).await;
+        assert_eq!(one["identity"], slot["identity"]);
+    }
+    let timed = omnictl_kv(&up, &["bench", "--rounds", "20"]).await;
+    assert!(timed["median_ms"].as_f64().unwrap() > 0.0, "{timed}");
+}
+
 /// A request that outlasts everything a test does to it.
 fn long(prompt: &str) -> GenerateRequest {
     GenerateRequest {

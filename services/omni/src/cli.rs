@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use clap::{Arg, ArgAction, ArgMatches, Args as _, Command, FromArgMatches as _, value_parser};
 
 use crate::{
-    bench::{AttentionArgs, DenoiseArgs},
+    bench::{AttentionArgs, DenoiseArgs, TransferArgs},
     settings::{self, Role},
     simulate::SimulateArgs,
 };
@@ -37,6 +37,8 @@ pub(crate) enum Action {
     BenchDenoise(DenoiseArgs),
     /// Measure the memory of attention.
     BenchAttention(AttentionArgs),
+    /// Measure how fast prefixes move.
+    BenchTransfer(TransferArgs),
     /// Run a trace on a simulated cluster.
     Simulate(SimulateArgs),
 }
@@ -70,7 +72,8 @@ pub(crate) fn command() -> Command {
                 .about("Measure this machine; prints JSON")
                 .subcommand_required(true)
                 .subcommand(DenoiseArgs::augment_args(Command::new("denoise")))
-                .subcommand(AttentionArgs::augment_args(Command::new("attention"))),
+                .subcommand(AttentionArgs::augment_args(Command::new("attention")))
+                .subcommand(TransferArgs::augment_args(Command::new("transfer"))),
         )
         .subcommand(SimulateArgs::augment_args(Command::new("simulate")))
         .subcommand(
@@ -152,6 +155,9 @@ fn bench(matches: &ArgMatches) -> Result<Action, clap::Error> {
         Some(("attention", matches)) => Ok(Action::BenchAttention(
             AttentionArgs::from_arg_matches(matches)?,
         )),
+        Some(("transfer", matches)) => Ok(Action::BenchTransfer(TransferArgs::from_arg_matches(
+            matches,
+        )?)),
         _ => Err(missing()),
     }
 }

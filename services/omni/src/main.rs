@@ -70,6 +70,7 @@ fn run(action: Action) -> Result<(), OmniError> {
         Action::OpenApi => print(&format!("{:#}", router::openapi())),
         Action::BenchDenoise(args) => print(&bench::denoise(&args)?),
         Action::BenchAttention(args) => print(&bench::attention(&args)?),
+        Action::BenchTransfer(args) => print(&bench::transfer(&args)?),
         Action::Simulate(args) => print(&simulate::run(&args)?),
     }
 }

@@ -6,6 +6,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 use proto::v1::{self, SizePolicy};
 
+use crate::kv::Kv;
 use crate::plan::PlanArgs;
 
 /// Where `omni up` listens unless told otherwise.
@@ -41,6 +42,9 @@ pub(crate) enum Command {
         /// Request id.
         id: String,
     },
+    /// Look at the pools of prefixes and their cache.
+    #[command(subcommand)]
+    Kv(Kv),
     /// Show which ways of spreading a model over GPUs fit, and what they would cost.
     Plan(PlanArgs),
     /// Show the version of this program and of the server.

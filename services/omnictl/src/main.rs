@@ -6,6 +6,7 @@ mod admin;
 mod args;
 mod error;
 mod generate;
+mod kv;
 mod output;
 mod plan;
 mod progress;
@@ -69,6 +70,7 @@ async fn dispatch(cli: Cli, console: &Console) -> Result<(), CliError> {
             requests::show(endpoint, id, output, console).await
         }
         Command::Get(Get::Members { output }) => admin::members(endpoint, output, console).await,
+        Command::Kv(kv) => kv::run(endpoint, kv, console).await,
         Command::Drain { member } => admin::drain(endpoint, member, console).await,
         Command::Version { client, output } => {
             admin::version(endpoint, client, output, console).await
