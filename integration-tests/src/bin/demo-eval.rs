@@ -12,17 +12,18 @@ use integration_tests::demo::{
     DemoPrompt, DemoSet, SEED, Studio, checkpoint_dir, contact_sheet, encode_png, psnr,
 };
 use integration_tests::scene::{draw, judge, read};
-use model::{DenoiseJob, RgbImage};
+use model::{DenoiseJob, RgbImage, StepCache};
 use serde_json::{Value, json};
 
 type Failure = Box<dyn std::error::Error>;
 
 const USAGE: &str =
     "usage: demo-eval [--every K] [--from N] [--mode base|instruct|ratio|recaption|edit|vae]... \
-[--seed N] [--model DIR] [--out DIR] [--json]
+[--seed N] [--model DIR] [--out DIR] [--step-cache CACHE] [--json]
   --every K   only every K-th entry of the list (default 1)
   --from N    beginning with entry N (default 0)
   --mode M    may be given more than once (default: all)
+  --step-cache CACHE  how steps are saved, as of omni dit-worker (default off)
   --out DIR   where the sheets of pictures go (default: the current directory)";
 
 const MODES: [&str; 6] = ["base", "instruct", "ratio", "recaption", "edit", "vae"];
@@ -56,6 +57,7 @@ struct Options {
     model: PathBuf,
     out: PathBuf,
     json: bool,
+    cache: StepCache,
 }
 
 impl Options {
@@ -68,12 +70,16 @@ impl Options {
             model: checkpoint_dir(),
             out: PathBuf::from("."),
             json: false,
+            cache: StepCache::Off,
         };
         while let Some(flag) = args.next() {
             let mut value = || args.next().ok_or(format!("{flag} needs a value"));
             match flag.as_str() {
                 "--json" => options.json = true,
                 "--model" => options.model = value()?.into(),
+                "--step-cache" => {
+                    options.cache = value()?.parse().map_err(|e| format!("{e}"))?;
+                }
                 "--out" => options.out = value()?.into(),
                 "--seed" => {
                     options.seed = value()?.parse().map_err(|e| format!("--seed: {e}"))?;
@@ -140,14 +146,33 @@ struct Evaluation<'a> {
     set: DemoSet,
     options: &'a Options,
     scores: BTreeMap<String, Scores>,
+    spent: Spent,
+}
+
+/// What denoising and decoding took.
+#[derive(Default)]
+struct Spent {
+    ms: f64,
+    steps: usize,
+    saved: usize,
+}
+
+impl Spent {
+    fn note(&mut self, jobs: &[DenoiseJob], ms: f64) {
+        self.ms += ms;
+        self.steps += jobs.iter().map(DenoiseJob::steps).sum::<usize>();
+        self.saved += jobs.iter().map(DenoiseJob::saved_steps).sum::<usize>();
+    }
 }
 
 fn evaluate(options: &Options) -> Result<(), Failure> {
     let mut run = Evaluation {
-        studio: Studio::open(&options.model, options.seed)?,
+        studio: Studio::open(&options.model, options.seed)?
+            .saving(options.cache.clone().of_model(&options.model)?),
         set: DemoSet::load()?,
         options,
         scores: BTreeMap::new(),
+        spent: Spent::default(),
     };
     for mode in &options.modes {
         match mode.as_str() {
@@ -189,7 +214,9 @@ impl Evaluation<'_> {
                     true => self.instruct_job(entry)?,
                 });
             }
+            let start = base::clock::now();
             let pictures = self.studio.develop(&mut jobs)?;
+            self.spent.note(&jobs, base::clock::millis_since(start));
             for (entry, picture) in chunk.iter().zip(pictures) {
                 let wrong = judge(&read(&picture), &entry.expect);
                 self.scores(name).note_prompt(entry, wrong);
@@ -293,6 +320,11 @@ impl Evaluation<'_> {
             let all: serde_json::Map<_, _> = modes.collect();
             writeln!(out, "{}", serde_json::to_string_pretty(&all)?)?;
             return Ok(());
+        }
+        if self.spent.steps > 0 {
+            let Spent { ms, steps, saved } = self.spent;
+            let step = ms / steps as f64;
+            writeln!(out, "{steps} steps, {saved} of them saved, {step:.1} ms each\n")?;
         }
         writeln!(out, "| mode | category | right | of |\n|---|---|---|---|")?;
         for (name, scores) in &self.scores {

@@ -10,8 +10,8 @@ use model::text::Writing;
 use model::vae::Tiles;
 use model::vit::Patches;
 use model::{
-    Bucket, DenoiseJob, JobOptions, Latents, LoadOptions, Model, ModelError, RgbImage, Template,
-    noise,
+    Bucket, DenoiseJob, JobOptions, Latents, LoadOptions, Model, ModelError, RgbImage, StepCache,
+    Template, noise,
 };
 use parallel::RankContext;
 
@@ -49,6 +49,13 @@ impl Studio {
             ctx: RankContext::single(),
             numbers,
         })
+    }
+
+    /// Lets jobs save steps.
+    #[must_use]
+    pub fn saving(mut self, cache: StepCache) -> Self {
+        self.numbers.options.cache = cache;
+        self
     }
 
     /// The model.

@@ -77,16 +77,13 @@ fn prefixes(ranks: &Ranks) -> Vec<Arc<PrefixKv>> {
             grid_w: 3,
         };
         let edit = number % 2 == 1;
-        let (images, full) = if edit {
-            (vec![span], vec![3..9])
-        } else {
-            (vec![], vec![])
-        };
+        let (images, full) = ([span], [3..9]);
+        let shown = usize::from(edit);
         let row = RowInput {
             start: 0,
             ids: &ids,
-            images: &images,
-            full: &full,
+            images: &images[..shown],
+            full: &full[..shown],
             vectors: &[],
         };
         let mut cache = KvCache::new(model.info().kv, tokens).unwrap();

@@ -7,6 +7,7 @@ use crate::{
     bench::{AttentionArgs, DenoiseArgs, TransferArgs},
     settings::{self, Role},
     simulate::SimulateArgs,
+    tune::TuneArgs,
 };
 
 /// Exit codes, as the help says them.
@@ -37,8 +38,15 @@ pub(crate) enum Action {
     BenchDenoise(DenoiseArgs),
     /// Measure the memory of attention.
     BenchAttention(AttentionArgs),
+<<<<<<< HEAD
     /// Measure how fast prefixes move.
     BenchTransfer(TransferArgs),
+=======
+    /// Fit the colours of cheap previews.
+    FitPreview(TuneArgs),
+    /// Fit the rescale polynomial of the tea cache.
+    Calibrate(TuneArgs),
+>>>>>>> a16c2fd (wip)
     /// Run a trace on a simulated cluster.
     Simulate(SimulateArgs),
 }
@@ -75,6 +83,12 @@ pub(crate) fn command() -> Command {
                 .subcommand(AttentionArgs::augment_args(Command::new("attention")))
                 .subcommand(TransferArgs::augment_args(Command::new("transfer"))),
         )
+        .subcommand(TuneArgs::augment_args(
+            Command::new("fit-preview").about("Fit the colours of cheap previews to a model's VAE"),
+        ))
+        .subcommand(TuneArgs::augment_args(
+            Command::new("calibrate").about("Fit the tea cache's polynomial to a model"),
+        ))
         .subcommand(SimulateArgs::augment_args(Command::new("simulate")))
         .subcommand(
             Command::new("config")
@@ -115,6 +129,12 @@ pub(crate) fn parse(
     let action = match matches.remove_subcommand() {
         Some((name, matches)) if name == "bench" => bench(&matches)?,
         Some((name, _)) if name == "openapi" => Action::OpenApi,
+        Some((name, matches)) if name == "fit-preview" => {
+            Action::FitPreview(TuneArgs::from_arg_matches(&matches)?)
+        }
+        Some((name, matches)) if name == "calibrate" => {
+            Action::Calibrate(TuneArgs::from_arg_matches(&matches)?)
+        }
         Some((name, matches)) if name == "simulate" => {
             Action::Simulate(SimulateArgs::from_arg_matches(&matches)?)
         }

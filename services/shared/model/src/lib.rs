@@ -31,6 +31,7 @@ pub mod rank;
 mod resample;
 pub mod scheduler;
 mod source;
+mod squares;
 pub mod system_prompts;
 pub mod text;
 pub mod tokenizer;

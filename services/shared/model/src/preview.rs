@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::read_bounded;
 use crate::error::ModelError;
 use crate::picture::{Latents, RgbImage};
+use crate::squares::solve;
 
 /// Name of the file with a model's coefficients, in its checkpoint directory.
 pub const FILE: &str = "preview.json";
@@ -95,20 +96,28 @@ impl LinearPreview {
         })
     }
 
-    /// As the file holds it.
+    /// Root of the mean square distance from the mean colours that [`LinearPreview::fit`] goes by, in grey
+    /// levels.
     ///
     /// # Errors
-    /// `Internal`, which would be a defect.
-    pub fn to_json(&self) -> Result<String, ModelError> {
-        serde_json::to_string(self).map_err(|error| ModelError::Internal(error.to_string()))
+    /// `Internal` when the latents have other channels.
+    pub fn error(&self, pairs: &[(Latents, RgbImage)]) -> Result<f64, ModelError> {
+        let (mut sum, mut count) = (0.0, 0);
+        for (latents, image) in pairs {
+            let colours = self.colours(latents)?;
+            for (at, colour) in colours.iter().enumerate() {
+                let cell = (at / latents.width(), at % latents.width());
+                for (got, want) in colour.iter().zip(mean_colour(image, cell, self.pixels)) {
+                    sum += (127.5 * (f64::from(*got) - want)).powi(2);
+                    count += 1;
+                }
+            }
+        }
+        Ok((sum / f64::from(count.max(1))).sqrt())
     }
 
-    /// The picture that latents promise, a quarter as wide and high as the decoded one and bilinear between
-    /// positions.
-    ///
-    /// # Errors
-    /// `Internal` when the latents have other channels or are not numbers.
-    pub fn draw(&self, latents: &Latents) -> Result<RgbImage, ModelError> {
+    /// The colour of each position, in -1..1.
+    fn colours(&self, latents: &Latents) -> Result<Vec<[f32; 3]>, ModelError> {
         if latents.channels() != self.weights[0].len() {
             return Err(ModelError::Internal("a preview of other latents".into()));
         }
@@ -124,6 +133,25 @@ impl LinearPreview {
                 colours.push([0, 1, 2].map(|c| colour(c) as f32));
             }
         }
+        Ok(colours)
+    }
+
+    /// As the file holds it.
+    ///
+    /// # Errors
+    /// `Internal`, which would be a defect.
+    pub fn to_json(&self) -> Result<String, ModelError> {
+        serde_json::to_string(self).map_err(|error| ModelError::Internal(error.to_string()))
+    }
+
+    /// The picture that latents promise, a quarter as wide and high as the decoded one and bilinear between
+    /// positions.
+    ///
+    /// # Errors
+    /// `Internal` when the latents have other channels or are not numbers.
+    pub fn draw(&self, latents: &Latents) -> Result<RgbImage, ModelError> {
+        let colours = self.colours(latents)?;
+        let (rows, columns) = (latents.height(), latents.width());
         let side = |positions: usize| (positions * self.pixels / SHRINK).max(1);
         let (height, width) = (side(rows), side(columns));
         let mut values = Vec::with_capacity(height * width * 3);
@@ -170,34 +198,6 @@ fn between(index: usize, size: usize, cells: usize) -> (usize, usize, f32) {
     let at = ((index as f32 + 0.5) * cells as f32 / size as f32 - 0.5).max(0.0);
     let low = (at as usize).min(cells - 1);
     (low, (low + 1).min(cells - 1), at - low as f32)
-}
-
-/// Gaussian elimination with row exchange; `None` for a singular matrix.
-fn solve(mut a: Vec<f64>, mut b: Vec<[f64; 3]>) -> Option<Vec<[f64; 3]>> {
-    let n = b.len();
-    for column in 0..n {
-        let size = |row: &usize| a[row * n + column].abs();
-        let pivot = (column..n).max_by(|x, y| size(x).total_cmp(&size(y)))?;
-        if a[pivot * n + column].abs() < f64::MIN_POSITIVE {
-            return None;
-        }
-        (0..n).for_each(|j| a.swap(pivot * n + j, column * n + j));
-        b.swap(pivot, column);
-        for row in 0..n {
-            if row == column {
-                continue;
-            }
-            let factor = a[row * n + column] / a[column * n + column];
-            (column..n).for_each(|j| a[row * n + j] -= factor * a[column * n + j]);
-            (0..3).for_each(|c| b[row][c] -= factor * b[column][c]);
-        }
-    }
-    let scaled = b.iter().enumerate();
-    Some(
-        scaled
-            .map(|(i, row)| row.map(|v| v / a[i * n + i]))
-            .collect(),
-    )
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@ use super::job::TimeVectors;
 use crate::config::read_bounded;
 use crate::error::ModelError;
 use crate::scheduler::MAX_STEPS;
+use crate::squares::polynomial;
 
 /// Name of the file with a model's rescale polynomial, in its checkpoint directory: a JSON list of numbers,
 /// the constant first.
@@ -74,6 +75,19 @@ pub struct Tea {
 }
 
 impl Tea {
+    /// The polynomial that comes closest to what was seen: relative changes of the modulation and of the
+    /// change through the decoder, from one step to the next.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the points do not determine a polynomial of `degree`.
+    pub fn fit(points: &[(f64, f64)], degree: usize) -> Result<Vec<f64>, ModelError> {
+        let bad = |what: &str| ModelError::invalid("points", what);
+        if degree >= MAX_COEFFICIENTS {
+            return Err(bad("the degree is too high"));
+        }
+        polynomial(points, degree).ok_or_else(|| bad("they do not determine the polynomial"))
+    }
+
     /// The expected relative change of the hidden states.
     pub fn rescaled(&self, change: f64) -> f64 {
         let terms = self.coefficients.iter().rev();
@@ -250,9 +264,15 @@ pub(super) struct History {
     step: usize,
     /// The hidden states and their differences by steps, or the change through the decoder.
     kept: Vec<Tensor>,
+    /// Relative change of the change through the decoder since the last step that ran.
+    moved: Option<f64>,
 }
 
 impl History {
+    pub(super) fn moved(&self) -> Option<f64> {
+        self.moved
+    }
+
     /// After `step` turned `input` into `output`.
     pub(super) fn after(
         &self,
@@ -261,6 +281,7 @@ impl History {
         (input, output): (Option<&Tensor>, &Tensor),
     ) -> Result<Self, ModelError> {
         let mut kept = vec![output.clone()];
+        let mut moved = None;
         match cache {
             StepCache::Off => kept.clear(),
             StepCache::Tea(_) => {
@@ -268,6 +289,9 @@ impl History {
                     ModelError::Internal("the last stage has no input to compare with".into())
                 })?;
                 combine(&mut kept[0], input, -1.0)?;
+                if let Some(before) = self.kept.first() {
+                    moved = Some(relative(kept[0].as_f32()?, before.as_f32()?));
+                }
             }
             StepCache::Taylor(taylor) => {
                 let order = taylor.low_order.max(taylor.high_order);
@@ -280,7 +304,7 @@ impl History {
                 }
             }
         }
-        Ok(Self { step, kept })
+        Ok(Self { step, kept, moved })
     }
 
     /// The hidden states that `step` would have.

@@ -285,6 +285,12 @@ impl DenoiseJob {
         Latents::from_channels_last(channels, grid.0, grid.1, forecast.to_f32_vec()).map(Some)
     }
 
+    /// Under a [`Tea`](super::Tea) cache on the last pipeline stage: how much what the decoder adds has
+    /// changed, relatively, between the last two steps that ran.
+    pub fn moved(&self) -> Option<f64> {
+        self.history.moved()
+    }
+
     /// Relative change of the time modulation from each step to the next: what a [`Tea`] cache goes by.
     ///
     /// # Errors
