@@ -104,7 +104,8 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) attention_generic(cons
     const Tile tile = load_tile(a.tiles, blockIdx.x);
     const Row row = a.rows[tile.row];
     auto base = [&](const Source& s) {
-        return a.arena + (int64_t(s.first) + int64_t(a.layer) * s.layer_stride + int64_t(tile.kv_head) * s.head_stride) * a.dim;
+        const int64_t row = s.first + int64_t(a.layer) * s.layer_stride + int64_t(tile.kv_head) * s.head_stride;
+        return a.arena + row * a.dim;
     };
     const __nv_bfloat16 *prefix = base(row.prefix), *fresh = base(row.fresh);
     for (int i = warp; i < tile.tokens * a.group; i += kWarps) {

@@ -8,18 +8,15 @@ use std::sync::Arc;
 
 use cudarc::driver::{DeviceRepr, LaunchConfig, PushKernelArg};
 
-use super::attention_tiles::{Cut, Extent, KEY_TILE, OP, WORDS, tables};
+use super::attention_tiles::{Cut, Extent, GpuAttnRow, KEY_TILE, OP, WORDS, tables};
 use super::device::Gpu;
 use super::error::{Result, argument};
 use super::launch::{Grid, aligned, int, launch};
 use super::map::{Swizzled, TensorMap};
-use super::rope::KvSlot;
 use super::tensor::{GpuTensor, GpuType, bytes_of};
 use crate::Segment;
 use crate::cpu::rope::AttnHeads;
 use crate::error::KernelError;
-
-pub use super::attention_tiles::{GpuAttnRow, KvRun};
 
 /// The one head size and group that the fast kernel is made for.
 const FAST_DIM: usize = 128;
@@ -47,15 +44,16 @@ const SHARED_BYTES: usize = (QUERY_BUFFERS + 1) * TILE_BYTES
     + 2 * (SLOTS + CONSUMERS * QUERY_BUFFERS) * size_of::<u64>()
     + CONSUMERS * QUERY_BUFFERS * size_of::<i32>();
 
-/// Who attends to what in a step, on the device; the same for every layer.
+/// Who attends to what in a step, on the device; the same for every layer. Calls of a plan are in stream order: the
+/// blocks of a call count its tiles in it.
 #[derive(Clone, Debug)]
 pub struct AttentionPlan {
     tables: GpuTensor,
-    heads: AttnHeads,
-    extent: Extent,
+    pub(super) heads: AttnHeads,
+    pub(super) extent: Extent,
     rows: usize,
-    tiles: usize,
-    tokens: usize,
+    pub(super) tiles: usize,
+    pub(super) tokens: usize,
 }
 
 #[repr(C)]
@@ -73,7 +71,7 @@ struct Arguments {
     scale: f32,
 }
 
-// SAFETY: the layout of `Arguments` in `cuda/attention.cu`.
+// SAFETY: the layout of `Arguments` in `cuda/attention_blocks.cuh`.
 unsafe impl DeviceRepr for Arguments {}
 
 #[repr(C)]
@@ -138,7 +136,7 @@ impl AttentionPlan {
         Self::upload(arena.gpu(), heads, extent, rows, (segments, tokens, true))
     }
 
-    fn upload(
+    pub(super) fn upload(
         gpu: &Arc<Gpu>,
         heads: AttnHeads,
         extent: Extent,
@@ -181,6 +179,12 @@ impl AttentionPlan {
         })
     }
 
+    /// Whether the heads are those of the fast kernel.
+    #[must_use]
+    pub fn on_tensor_cores(&self) -> bool {
+        fast(self.heads)
+    }
+
     /// Packed queries it was made for.
     #[must_use]
     pub fn tokens(&self) -> usize {
@@ -196,7 +200,12 @@ impl AttentionPlan {
         [start, rows, tiles, tiles + (self.tiles * entry) as u64]
     }
 
-    fn check(&self, layer: usize, out: &GpuTensor, lse: Option<&GpuTensor>) -> Result<()> {
+    pub(super) fn check(
+        &self,
+        layer: usize,
+        out: &GpuTensor,
+        lse: Option<&GpuTensor>,
+    ) -> Result<()> {
         if layer >= self.extent.layers {
             let limit = self.extent.layers;
             let what = "layer";
@@ -352,15 +361,15 @@ fn on_tensor_cores(
 }
 
 /// Operands of the plain kernel.
-struct Plain {
-    q: u64,
+pub(super) struct Plain {
+    pub(super) q: u64,
     /// Elements from a token to the next.
-    q_stride: usize,
-    arena: u64,
+    pub(super) q_stride: usize,
+    pub(super) arena: u64,
 }
 
 impl Plain {
-    fn run(
+    pub(super) fn run(
         &self,
         plan: &AttentionPlan,
         to: AttentionOut<'_>,
@@ -399,85 +408,4 @@ impl Plain {
             )
         }
     }
-}
-
-/// A plan for [`attention_fused`]: `sequences` follow one another in `tokens` packed tokens of a fused projection
-/// `[tokens, 3 * H * D]` (queries, keys, values, each head by head), and every token sees its whole sequence.
-///
-/// # Errors
-/// Those of [`AttentionPlan::new`].
-pub fn plan_fused(
-    gpu: &Arc<Gpu>,
-    (heads, dim): (usize, usize),
-    sequences: &[usize],
-) -> Result<AttentionPlan> {
-    let (mut rows, mut segments, mut start) = (Vec::new(), Vec::new(), 0_usize);
-    for (row, &tokens) in sequences.iter().enumerate() {
-        let first = int(
-            OP,
-            "sequences",
-            start.saturating_mul(3 * heads).saturating_add(heads),
-        )?;
-        let narrow = heads as u32;
-        let at = KvSlot {
-            first: first.unsigned_abs(),
-            per_head: 1,
-            per_layer: 0,
-            to_value: narrow,
-        };
-        let fresh = KvRun { at, tokens };
-        rows.push(GpuAttnRow {
-            prefix: None,
-            fresh,
-        });
-        segments.push(Segment {
-            row,
-            q: start..start + tokens,
-            kind: crate::SegmentKind::Full,
-            q_pos: 0,
-            keys: tokens,
-        });
-        start = start.saturating_add(tokens);
-    }
-    let heads = AttnHeads {
-        q: heads,
-        kv: heads,
-        dim,
-    };
-    let extent = Extent {
-        arena_rows: start.saturating_mul(3 * heads.q),
-        layers: 1,
-        token_stride: 3 * heads.q,
-    };
-    AttentionPlan::upload(gpu, heads, extent, &rows, (&segments, start, false))
-}
-
-/// Full attention within the sequences of [`plan_fused`]: `qkv` bf16 `[tokens, 3 * H * D]`, `out` bf16
-/// `[tokens, H * D]`.
-///
-/// # Errors
-/// `Argument` naming the operand that is not the plan's, or what the driver says.
-pub fn attention_fused(
-    plan: &AttentionPlan,
-    out: &GpuTensor,
-    qkv: &GpuTensor,
-    scale: f32,
-) -> Result<()> {
-    let heads = plan.heads;
-    let width = 3 * heads.q * heads.dim;
-    if plan.extent.token_stride != 3 * heads.q {
-        return Err(argument(OP, "plan", "is not one of plan_fused"));
-    }
-    plan.check(0, out, None)?;
-    qkv.expect(OP, "qkv", &[plan.tokens, width], GpuType::Bf16)?;
-    aligned(OP, &[("qkv", qkv), ("out", out)])?;
-    if plan.tiles == 0 {
-        return Ok(());
-    }
-    let plain = Plain {
-        q: qkv.address(),
-        q_stride: width,
-        arena: qkv.address(),
-    };
-    plain.run(plan, AttentionOut { out, lse: None }, 0, scale)
 }

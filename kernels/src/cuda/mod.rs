@@ -10,6 +10,7 @@
 #![allow(unsafe_code)]
 
 mod attention;
+mod attention_fused;
 mod attention_tiles;
 mod bias;
 mod comm;
@@ -37,9 +38,9 @@ mod tensor;
 mod transfer;
 mod vae_ops;
 
-pub use attention::{
-    AttentionOut, AttentionPlan, GpuAttnRow, KvRun, attention, attention_fused, plan_fused,
-};
+pub use attention::{AttentionOut, AttentionPlan, attention};
+pub use attention_fused::{attention_fused, plan_fused};
+pub use attention_tiles::{GpuAttnRow, KvRun};
 pub use bias::{Activation, bias_activation};
 pub use comm::{Comm, CommAborter, CommId, CommOptions, Lane};
 pub use comm_ops::Transfer;
