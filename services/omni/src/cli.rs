@@ -38,15 +38,12 @@ pub(crate) enum Action {
     BenchDenoise(DenoiseArgs),
     /// Measure the memory of attention.
     BenchAttention(AttentionArgs),
-<<<<<<< HEAD
     /// Measure how fast prefixes move.
     BenchTransfer(TransferArgs),
-=======
     /// Fit the colours of cheap previews.
     FitPreview(TuneArgs),
     /// Fit the rescale polynomial of the tea cache.
     Calibrate(TuneArgs),
->>>>>>> a16c2fd (wip)
     /// Run a trace on a simulated cluster.
     Simulate(SimulateArgs),
 }

@@ -71,12 +71,9 @@ fn run(action: Action) -> Result<(), OmniError> {
         Action::OpenApi => print(&format!("{:#}", router::openapi())),
         Action::BenchDenoise(args) => print(&bench::denoise(&args)?),
         Action::BenchAttention(args) => print(&bench::attention(&args)?),
-<<<<<<< HEAD
         Action::BenchTransfer(args) => print(&bench::transfer(&args)?),
-=======
         Action::FitPreview(args) => print(&tune::fit_preview(&args)?),
         Action::Calibrate(args) => print(&tune::calibrate(&args)?),
->>>>>>> a16c2fd (wip)
         Action::Simulate(args) => print(&simulate::run(&args)?),
     }
 }
