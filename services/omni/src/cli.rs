@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use clap::{Arg, ArgAction, ArgMatches, Args as _, Command, FromArgMatches as _, value_parser};
 
 use crate::{
-    bench::{AttentionArgs, DenoiseArgs, TransferArgs},
+    bench::{AttentionArgs, DecodeArgs, DenoiseArgs, TransferArgs},
     settings::{self, Role},
     simulate::SimulateArgs,
     tune::TuneArgs,
@@ -36,6 +36,8 @@ pub(crate) enum Action {
     OpenApi,
     /// Measure the denoiser.
     BenchDenoise(DenoiseArgs),
+    /// Measure text decoding on a GPU.
+    BenchDecode(DecodeArgs),
     /// Measure the memory of attention.
     BenchAttention(AttentionArgs),
     /// Measure how fast prefixes move.
@@ -77,6 +79,7 @@ pub(crate) fn command() -> Command {
                 .about("Measure this machine; prints JSON")
                 .subcommand_required(true)
                 .subcommand(DenoiseArgs::augment_args(Command::new("denoise")))
+                .subcommand(DecodeArgs::augment_args(Command::new("decode")))
                 .subcommand(AttentionArgs::augment_args(Command::new("attention")))
                 .subcommand(TransferArgs::augment_args(Command::new("transfer"))),
         )
@@ -169,6 +172,9 @@ fn bench(matches: &ArgMatches) -> Result<Action, clap::Error> {
         Some(("denoise", matches)) => Ok(Action::BenchDenoise(DenoiseArgs::from_arg_matches(
             matches,
         )?)),
+        Some(("decode", matches)) => {
+            Ok(Action::BenchDecode(DecodeArgs::from_arg_matches(matches)?))
+        }
         Some(("attention", matches)) => Ok(Action::BenchAttention(
             AttentionArgs::from_arg_matches(matches)?,
         )),

@@ -69,6 +69,7 @@ fn run(action: Action) -> Result<(), OmniError> {
             print(&settings.to_string())
         }
         Action::OpenApi => print(&format!("{:#}", router::openapi())),
+        Action::BenchDecode(args) => print(&bench::decode(&args)?),
         Action::BenchDenoise(args) => print(&bench::denoise(&args)?),
         Action::BenchAttention(args) => print(&bench::attention(&args)?),
         Action::BenchTransfer(args) => print(&bench::transfer(&args)?),

@@ -1,5 +1,9 @@
 //! `omni bench denoise`: the time of one packed denoising step.
-use std::{path::PathBuf, sync::Arc, time::Instant};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Instant,
+};
 
 use base::clock;
 use clap::Args;
@@ -85,6 +89,16 @@ pub(crate) enum Weights {
     Fp8,
 }
 
+#[cfg(feature = "cuda")]
+impl From<Weights> for model::gpu::WeightType {
+    fn from(weights: Weights) -> Self {
+        match weights {
+            Weights::Bf16 => Self::Bf16,
+            Weights::Fp8 => Self::Fp8,
+        }
+    }
+}
+
 /// Runs the measurement.
 pub(crate) fn run(args: &DenoiseArgs) -> Result<String, OmniError> {
     for (name, value, most) in [
@@ -154,10 +168,7 @@ fn on_gpu(args: &DenoiseArgs, ordinal: usize) -> Result<Value, OmniError> {
         config,
         checkpoint: args.model.as_ref(),
         ordinal,
-        weights: match args.weights {
-            Weights::Bf16 => model::gpu::WeightType::Bf16,
-            Weights::Fp8 => model::gpu::WeightType::Fp8,
-        },
+        weights: args.weights.into(),
         resident_layers: args.resident_layers,
         pictures,
         steps: args.steps,
@@ -192,13 +203,18 @@ fn config(args: &DenoiseArgs) -> Result<ModelConfig, OmniError> {
     let Some(path) = &args.config else {
         return Err(bad("give --model or --config"));
     };
+    read_config(path, args.layers)
+}
+
+/// The config in a file, with only its first `layers` layers.
+pub(super) fn read_config(path: &Path, layers: Option<usize>) -> Result<ModelConfig, OmniError> {
     let text = std::fs::read_to_string(path)
         .map_err(|error| bad(format!("config {}: {error}", path.display())))?;
     let value: Value = serde_json::from_str(&text)
         .map_err(|error| bad(format!("config {}: {error}", path.display())))?;
     let mut config =
         ModelConfig::parse(&value, &Value::Object(serde_json::Map::new())).map_err(model_error)?;
-    if let Some(layers) = args.layers {
+    if let Some(layers) = layers {
         if !(1..=config.num_layers()).contains(&layers) {
             let most = config.num_layers();
             return Err(bad(format!("layers must be 1 to {most}, got {layers}")));

@@ -1,14 +1,18 @@
 //! Measurements of this machine, through the public interface of the model. Everything printed is
 //! measured or follows from a formula stated here.
 mod attention;
+mod decode;
 mod denoise;
 mod flops;
 #[cfg(feature = "cuda")]
 mod gpu;
+#[cfg(feature = "cuda")]
+mod gpu_text;
 mod memory;
 mod transfer;
 
 pub(crate) use attention::{AttentionArgs, run as attention};
+pub(crate) use decode::{DecodeArgs, run as decode};
 pub(crate) use denoise::{DenoiseArgs, run as denoise};
 pub(crate) use transfer::{TransferArgs, run as transfer};
 

