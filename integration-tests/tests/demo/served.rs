@@ -163,6 +163,46 @@ async fn edits_over_grpc_do_what_they_say_and_keep_the_rest() {
     assert!(pixels(&pictures[0]) == own[0], "{}: other pixels", entry.id);
 }
 
+#[tokio::test]
+async fn images_of_an_edit_are_those_of_their_seeds_and_take_the_shape_of_the_picture() {
+    let entry = edits()[1];
+    // Wider than any size of the model: the middle of the drawing.
+    let whole = draw(&entry.source);
+    let rows = 40..190;
+    let cut = RgbImage {
+        width: whole.width,
+        height: rows.len(),
+        data: whole.data[rows.start * whole.width * 3..rows.end * whole.width * 3].to_vec(),
+    };
+    let request = |n: u32, seed: u64| GenerateRequest {
+        prompt: entry.prompt.clone(),
+        images: vec![InputImage {
+            source: Some(Source::Data(encode_png(&cut).unwrap())),
+        }],
+        n,
+        seed: Some(seed),
+        steps: Some(2),
+        align_image_size: true,
+        sampling: Some(Sampling {
+            seed: Some(SEED),
+            ..Sampling::default()
+        }),
+        ..GenerateRequest::default()
+    };
+    let both = generate(request(2, SEED)).await;
+    let second = generate(request(1, SEED + 1)).await;
+    let of = |told: &Told, seed: u64| {
+        let image = told.images.iter().find(|image| image.seed == seed).unwrap();
+        pixels(&image.png)
+    };
+    let (first, again) = (of(&both, SEED), of(&both, SEED + 1));
+    assert!(again == of(&second, SEED + 1) && first != again);
+    // 256 x 150 at the area of 256 x 256.
+    assert_eq!((first.width, first.height), (334, 196));
+    let written = both.written.unwrap();
+    assert_eq!((written.width, written.height), (334, 196));
+}
+
 /// A form with the fields and files of an edit.
 fn form(entry: &DemoEdit) -> Vec<u8> {
     let mut form = Vec::new();

@@ -44,6 +44,8 @@ pub(crate) struct Order {
     pub(crate) size: Size,
     pub(crate) negative_row: bool,
     pub(crate) drop_think: bool,
+    /// The image takes the shape of a shown picture.
+    pub(crate) align: bool,
     pub(crate) sampling: Sampling,
     pub(crate) max_new: usize,
 }
@@ -93,6 +95,7 @@ impl Order {
             size,
             negative_row: request.negative_row,
             drop_think: request.drop_think.unwrap_or(generation.drop_think),
+            align: request.align_image_size,
             sampling: sampling(request, model)?,
             max_new: request
                 .sampling

@@ -6,7 +6,7 @@ use model::{
     cond::{CondFeatures, CondPixels},
     layout::CondImageGrid,
     noise,
-    preprocess::CondPicture,
+    preprocess::{CondPicture, Fit},
     vit::Patches,
 };
 use parallel::RankContext;
@@ -18,11 +18,20 @@ pub(crate) struct Pictures {
     pub(crate) grids: Vec<CondImageGrid>,
     pub(crate) features: Vec<CondFeatures>,
     pub(crate) buckets: Vec<Bucket>,
+    /// Height and width of each, upright.
+    pub(crate) sizes: Vec<(usize, usize)>,
 }
 
-/// Decodes and encodes the files. `seed` picks the posterior samples, one for each picture.
-pub(crate) fn encode(model: &Model, files: &[Vec<u8>], seed: u64) -> Result<Pictures, StageError> {
+/// Decodes and encodes the files. `seed` picks the posterior samples, one for each picture; `align` says that
+/// pictures are stretched to their buckets.
+pub(crate) fn encode(
+    model: &Model,
+    files: &[Vec<u8>],
+    seed: u64,
+    align: bool,
+) -> Result<Pictures, StageError> {
     let config = model.config();
+    let fit = if align { Fit::Stretch } else { Fit::Cover };
     let mut pictures = Pictures::default();
     for (index, file) in files.iter().enumerate() {
         let field = format!("images[{index}]");
@@ -35,7 +44,7 @@ pub(crate) fn encode(model: &Model, files: &[Vec<u8>], seed: u64) -> Result<Pict
             height: decoded.height,
             data: decoded.rgb,
         };
-        let picture = CondPicture::new(&image, model.buckets(), &config.vit_processor)?;
+        let picture = CondPicture::fitted(&image, model.buckets(), &config.vit_processor, fit)?;
         let grid = picture.grid(config.pixels_per_token());
         let (channels, h, w) = (config.vae.latent_channels, grid.vae.height, grid.vae.width);
         // Each picture has a stream of its own; the first has that of the seed.
@@ -51,6 +60,7 @@ pub(crate) fn encode(model: &Model, files: &[Vec<u8>], seed: u64) -> Result<Pict
         let noise = Latents::new(channels, h, w, noise)?;
         let features = model.encode_cond_image(&RankContext::single(), pixels, &noise)?;
         pictures.grids.push(grid);
+        pictures.sizes.push((image.height, image.width));
         pictures.features.push(features);
         pictures.buckets.push(picture.vae.bucket);
     }

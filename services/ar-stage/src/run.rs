@@ -6,6 +6,7 @@ use kv::PrefixIdentity;
 use model::{
     Bucket, Model, ModelError, PrefixKv, SequenceLayout, Target,
     layout::{ImageGrid, LayoutInput},
+    preprocess::aligned_size,
 };
 use proto::v1::prefix_row::Kind;
 use stage::{Ranks, StageError};
@@ -37,6 +38,8 @@ pub(crate) struct Written {
     pub(crate) cut: bool,
     /// Height and width of the picture.
     pub(crate) size: Option<(usize, usize)>,
+    /// Height and width that the image is scaled to, if it is.
+    pub(crate) output: Option<(usize, usize)>,
     /// No size was named before the limit.
     pub(crate) size_fallback: bool,
     /// Prefix tokens taken over from the text.
@@ -97,11 +100,15 @@ impl Brief {
 
     /// The sequence of the picture, behind what was written.
     fn picture_layout(
-        &self,
+        &mut self,
         model: &Model,
         bucket: Bucket,
         written: &[u32],
     ) -> Result<SequenceLayout, StageError> {
+        if self.order.align {
+            let shown = &self.pictures.sizes;
+            self.written.output = aligned_size(model.buckets(), bucket, shown)?;
+        }
         let (height, width) = bucket.grid(model.config().pixels_per_token());
         let mut input = self.layout_input(Target::Image(ImageGrid {
             ratio_index: bucket.ratio_index,

@@ -85,9 +85,12 @@ impl ArStage {
             request_id,
             images,
             seed,
+            align_image_size,
             ..
         } = request;
-        let pictures = self.look_at(ranks, images, seed).await?;
+        let pictures = self
+            .look_at(ranks, images, (seed, align_image_size))
+            .await?;
         let mut ticket = decoder.submit(order, pictures)?;
         let ended = loop {
             tokio::select! {
@@ -121,7 +124,7 @@ impl ArStage {
         &self,
         ranks: &Ranks,
         files: Vec<Vec<u8>>,
-        seed: u64,
+        (seed, align): (u64, bool),
     ) -> Result<Pictures, StageError> {
         if files.is_empty() {
             return Ok(Pictures::default());
@@ -139,8 +142,9 @@ impl ArStage {
             return Err(stopped);
         };
         let start = clock::now();
-        let work =
-            move || stage::engine::guard("picture", || pictures::encode(&model, &files, seed));
+        let work = move || {
+            stage::engine::guard("picture", || pictures::encode(&model, &files, seed, align))
+        };
         let looked = self.gate.tasks().spawn_blocking(work).await;
         let pictures = looked.map_err(|_| stopped)???;
         self.metrics.observe(

@@ -64,6 +64,8 @@ pub(crate) async fn publish(
         height: narrow(written.size.map_or(0, |(height, _)| height)),
         width: narrow(written.size.map_or(0, |(_, width)| width)),
         size_fallback: written.size_fallback,
+        output_height: narrow(written.output.map_or(0, |(height, _)| height)),
+        output_width: narrow(written.output.map_or(0, |(_, width)| width)),
         reused_tokens: narrow(written.reused),
         system_prompt: written.fingerprint,
         prompt_tokens: narrow(written.prompt_tokens),
@@ -97,6 +99,7 @@ pub(crate) fn warm_up(ranks: &Arc<Ranks>) -> Result<(), StageError> {
         },
         negative_row: false,
         drop_think: false,
+        align: false,
         sampling: Sampling::GREEDY,
         max_new: 1,
     };

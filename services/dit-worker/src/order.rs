@@ -3,7 +3,7 @@ use base::{
     Failure,
     limits::{MAX_GUIDANCE, MAX_PREVIEWS, MAX_SEED, MAX_STEPS},
 };
-use model::{JobState, ModelInfo};
+use model::{JobState, ModelInfo, preprocess::MAX_INPUT_SIDE};
 use proto::v1::{DenoiseRequest, PrefixHandle, PrefixRow, PreviewKind, Priority, prefix_row::Kind};
 use stage::StageError;
 
@@ -24,6 +24,8 @@ pub(crate) struct Order {
     pub(crate) resume: Option<JobState>,
     pub(crate) news: NewsPlan,
     pub(crate) class: Class,
+    /// Height and width that the image is scaled to, if it is.
+    pub(crate) output: Option<(usize, usize)>,
 }
 
 impl Order {
@@ -47,6 +49,7 @@ impl Order {
             invalid("preview_kind", format!("{got} is no kind of preview"))
         })?;
         let class = class(request.priority)?;
+        let output = output(&request)?;
         let (cond, uncond) = prefixes(request.rows)?;
         let grid = (
             height / info.pixels_per_token,
@@ -82,7 +85,23 @@ impl Order {
                 vae: kind == PreviewKind::Vae,
             },
             class,
+            output,
         })
+    }
+}
+
+/// What the image is scaled to, if it is.
+fn output(request: &DenoiseRequest) -> Result<Option<(usize, usize)>, StageError> {
+    let (height, width) = (request.output_height, request.output_width);
+    match (height, width) {
+        (0, 0) => Ok(None),
+        (1.., 1..) if height.max(width) as usize <= MAX_INPUT_SIDE => {
+            Ok(Some((height as usize, width as usize)))
+        }
+        _ => Err(invalid(
+            "output",
+            format!("{width}x{height} is no size to scale to"),
+        )),
     }
 }
 
@@ -195,6 +214,8 @@ mod tests {
         DenoiseRequest {
             request_id: "r".to_owned(),
             epoch: 1,
+            output_height: 0,
+            output_width: 0,
             weights_id: "w".to_owned(),
             rows: vec![row(Kind::Cond), row(Kind::Uncond)],
             height: 32,

@@ -1,6 +1,6 @@
 //! From latents to a PNG, off the step loop.
 use base::{Code, Failure, clock};
-use model::{Latents, Model, RgbImage};
+use model::{Latents, Model, RgbImage, preprocess::scaled};
 use parallel::RankContext;
 use proto::v1::DenoiseImage;
 use stage::StageError;
@@ -12,10 +12,17 @@ pub(crate) struct Picture {
     pub(crate) decode_ms: f64,
 }
 
-/// Decodes and encodes.
-pub(crate) fn make(model: &Model, latents: &Latents) -> Result<Picture, StageError> {
+/// Decodes and encodes; `output` is the height and width that the picture is scaled to, if it is.
+pub(crate) fn make(
+    model: &Model,
+    latents: &Latents,
+    output: Option<(usize, usize)>,
+) -> Result<Picture, StageError> {
     let start = clock::now();
-    let image = model.decode(&RankContext::single(), latents)?;
+    let mut image = model.decode(&RankContext::single(), latents)?;
+    if let Some((height, width)) = output {
+        image = scaled(&image, height, width);
+    }
     Ok(Picture {
         image: encoded(&image)?,
         decode_ms: clock::millis_since(start),

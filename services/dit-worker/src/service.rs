@@ -146,7 +146,10 @@ impl DitWorker {
             return Err(StageError::Draining);
         }
         let (model, latents) = (Arc::clone(loaded.ranks.first()), state.latents.clone());
-        let decode = self.decode.run(move || picture::make(&model, &latents));
+        let output = order.output;
+        let decode = self
+            .decode
+            .run(move || picture::make(&model, &latents, output));
         let picture = tokio::select! {
             picture = decode => picture??,
             () = stop.cancelled() => {
@@ -214,7 +217,9 @@ impl DitWorker {
     ) -> Result<DenoisePreview, StageError> {
         let image = if vae {
             let model = Arc::clone(loaded.ranks.first());
-            let made = self.decode.run(move || picture::make(&model, &latents));
+            let made = self
+                .decode
+                .run(move || picture::make(&model, &latents, None));
             made.await??.image
         } else {
             let map = loaded.preview.clone();

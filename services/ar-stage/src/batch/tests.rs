@@ -54,6 +54,7 @@ fn order(prompt: &str, task: Task, size: Size) -> Order {
         size,
         negative_row: true,
         drop_think: false,
+        align: false,
         sampling: Sampling::GREEDY,
         max_new: LIMIT,
     }
@@ -233,7 +234,7 @@ fn drawings() -> Vec<Vec<u8>> {
 
 #[test]
 fn what_is_taken_over_from_the_text_equals_what_is_computed_anew() {
-    let shown = pictures::encode(single().first(), &drawings(), 3).unwrap();
+    let shown = pictures::encode(single().first(), &drawings(), 3, false).unwrap();
     let think = Task::Write(Writing::ThinkRecaption);
     let cases = [
         (
@@ -386,7 +387,7 @@ fn pictures_that_are_no_pictures_are_refused_by_name() {
     let ranks = single();
     let mut files = drawings();
     files[1].truncate(60);
-    let error = pictures::encode(ranks.first(), &files, 3).unwrap_err();
+    let error = pictures::encode(ranks.first(), &files, 3, false).unwrap_err();
     assert_eq!(
         (error.code(), error.field()),
         (base::Code::InvalidArgument, Some("images"))

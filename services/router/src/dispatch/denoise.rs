@@ -299,6 +299,8 @@ impl Walk {
             previews: request.previews,
             preview_kind: request.preview_kind.into(),
             priority: request.priority.into(),
+            output_height: canvas.prefix.done.output_height,
+            output_width: canvas.prefix.done.output_width,
         }
     }
 
@@ -308,7 +310,7 @@ impl Walk {
         progress: &Progress,
         canvas: &Canvas<'_>,
     ) -> Result<(), RouterError> {
-        let size = canvas.prefix.size;
+        let size = canvas.prefix.output;
         if progress.image {
             return Err(protocol(Role::DitWorker, "sent a second image"));
         }

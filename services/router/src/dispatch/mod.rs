@@ -65,8 +65,10 @@ struct Prefix {
     held: Held,
     /// Tokens that were read.
     tokens: u32,
-    /// Of the picture.
+    /// Of the picture as it is denoised, one of the model's.
     size: Size,
+    /// Of the picture that comes out.
+    output: Size,
     /// Member that computed it.
     stage: String,
 }
@@ -141,7 +143,9 @@ impl Walk {
         // From here to the end of the walk, however it ends, the prefixes are kept.
         let prefix = self.prefill().await?;
         timings.prefill_ms = prefix.done.prefill_ms;
-        if self.request.mode != Mode::Image || self.request.open_size.is_some() {
+        let request = &self.request;
+        let found = request.open_size.is_some() || request.align_image_size;
+        if request.mode != Mode::Image || found {
             self.send(Event::Written(prefix.written())).await?;
         }
         let mut image_tokens = 0;
@@ -171,6 +175,7 @@ impl Walk {
                     return Ok(Prefix {
                         tokens: cond.map_or(done.prompt_tokens, |prefix| prefix.tokens),
                         size: self.size_of(&done)?,
+                        output: self.output_of(&done)?,
                         stage: assignment.member_id.clone(),
                         done,
                         held,
@@ -192,6 +197,21 @@ impl Walk {
             return Err(protocol(Role::ArStage, "named no size"));
         }
         Ok(Size { width, height })
+    }
+
+    /// The size of the picture that comes out.
+    fn output_of(&self, done: &PrefillDone) -> Result<Size, RouterError> {
+        match (done.output_width, done.output_height) {
+            (0, 0) => self.size_of(done),
+            _ if !self.request.align_image_size => Err(protocol(
+                Role::ArStage,
+                "scales an image that stays as it is",
+            )),
+            (width, height) if width.max(height) > MAX_SIDE_PIXELS || width.min(height) == 0 => {
+                Err(protocol(Role::ArStage, "named no size to scale to"))
+            }
+            (width, height) => Ok(Size { width, height }),
+        }
     }
 
     async fn prefill_once(
@@ -325,6 +345,7 @@ impl Walk {
             seed: request.prefix_seed(),
             drop_think: request.drop_think,
             system_prompt_name: request.system_prompt_name.clone(),
+            align_image_size: request.align_image_size,
         }
     }
 
@@ -371,8 +392,16 @@ impl Prefix {
             text: done.text.clone(),
             tokens: done.new_tokens,
             cut: done.cut,
-            width: done.width,
-            height: done.height,
+            width: if done.rows.is_empty() {
+                0
+            } else {
+                self.output.width
+            },
+            height: if done.rows.is_empty() {
+                0
+            } else {
+                self.output.height
+            },
             size_fallback: done.size_fallback,
             reused_tokens: done.reused_tokens,
             system_prompt: done.system_prompt.clone(),

@@ -50,6 +50,7 @@ pub struct Checked {
     sampling: Sampling,
     drop_think: Option<bool>,
     system_prompt_name: String,
+    align_image_size: bool,
 }
 
 /// Who decides the size, when the request does not.
@@ -90,6 +91,8 @@ pub struct ValidRequest {
     pub drop_think: Option<bool>,
     /// Selector of a system prompt; may be empty.
     pub system_prompt_name: String,
+    /// Images take the shape of a shown picture.
+    pub align_image_size: bool,
     /// The model's.
     pub pixels_per_token: u32,
     /// Denoising steps, at least 1.
@@ -133,6 +136,7 @@ pub fn check(request: GenerateRequest) -> Result<Checked, RouterError> {
         images: writing::images(request.images)?,
         sampling,
         drop_think: request.drop_think,
+        align_image_size: request.align_image_size,
         system_prompt_name: writing::selector(request.system_prompt_name, &system_prompt)?,
         request_id: request_id(&request.request_id)?,
         model: model(request.model)?,
@@ -166,6 +170,10 @@ impl Checked {
         writing::known_selector(&self.system_prompt_name, model)?;
         if mode == Mode::Text {
             self.no_picture()?;
+        }
+        if self.align_image_size && self.images.is_empty() {
+            let reason = "must be absent or false without pictures to align to";
+            return Err(RouterError::invalid("align_image_size", reason));
         }
         let open_size = match self.size.as_str() {
             AUTO_SIZE => Some(OpenSize::Model),
@@ -206,6 +214,7 @@ impl Checked {
             sampling: self.sampling,
             drop_think: self.drop_think,
             system_prompt_name: self.system_prompt_name,
+            align_image_size: self.align_image_size,
             pixels_per_token: model.pixels_per_token,
             request_id: self.request_id,
             model: model.name.clone(),
@@ -237,6 +246,7 @@ impl Checked {
             ("guidance", self.guidance.is_some()),
             ("quality", self.quality != Quality::Unspecified),
             ("n", self.n != 1),
+            ("align_image_size", self.align_image_size),
         ];
         match given.into_iter().find(|(_, given)| *given) {
             Some((field, _)) => {
@@ -266,7 +276,8 @@ impl ValidRequest {
 
     /// What the client is told first.
     pub fn accepted(&self) -> Accepted {
-        let open = self.open_size.is_some() || self.mode == Mode::Text;
+        let found = self.open_size.is_some() || self.align_image_size;
+        let open = found || self.mode == Mode::Text;
         let known = |side: u32| if open { 0 } else { side };
         Accepted {
             mode: self.mode.into(),

@@ -49,8 +49,56 @@ pub struct CondPicture {
     pub vit: VitPicture,
 }
 
+/// How a picture gets the size of its bucket.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Fit {
+    /// It is scaled to cover it, and cropped in the middle.
+    #[default]
+    Cover,
+    /// Each side is scaled by itself.
+    Stretch,
+}
+
+/// The size of an image that takes the shape of a shown picture.
+///
+/// HunyuanImage-3.0: of the pictures (height, width) the first counts whose bucket is that of the image; the
+/// image gets its ratio at the area of the square bucket, unless the bucket's own ratio is within 0.01.
+///
+/// # Errors
+/// `InvalidArgument` naming `images` for a picture so narrow that the image would be too long.
+pub fn aligned_size(
+    group: &ResolutionGroup,
+    image: Bucket,
+    shown: &[(usize, usize)],
+) -> Result<Option<(usize, usize)>, ModelError> {
+    for &(height, width) in shown {
+        if group.nearest(height, width)?.ratio_index != image.ratio_index {
+            continue;
+        }
+        let (h, w) = (height as f64, width as f64);
+        if (h / w - image.ratio()).abs() < 0.01 {
+            return Ok(None);
+        }
+        let base = group.base() as f64;
+        let scale = (base * base / (w * h)).sqrt();
+        let side = |side: f64| ((side * scale).round_ties_even() as usize).max(1);
+        let (height, width) = (side(h), side(w));
+        if height.max(width) > MAX_INPUT_SIDE {
+            let message = format!("an image of the shape of {w}x{h} would be too long");
+            return Err(ModelError::invalid("images", message));
+        }
+        return Ok(Some((height, width)));
+    }
+    Ok(None)
+}
+
+/// The picture at another size (Lanczos).
+pub fn scaled(image: &RgbImage, height: usize, width: usize) -> RgbImage {
+    lanczos(image, height, width)
+}
+
 impl CondPicture {
-    /// Prepares a picture.
+    /// Prepares a picture that covers its bucket.
     ///
     /// # Errors
     /// An empty, oversized or absurdly narrow picture, or data that does not fit its size.
@@ -59,8 +107,28 @@ impl CondPicture {
         group: &ResolutionGroup,
         processor: &VitProcessorConfig,
     ) -> Result<Self, ModelError> {
+        Self::fitted(image, group, processor, Fit::Cover)
+    }
+
+    /// Prepares a picture.
+    ///
+    /// # Errors
+    /// Those of [`CondPicture::new`].
+    pub fn fitted(
+        image: &RgbImage,
+        group: &ResolutionGroup,
+        processor: &VitProcessorConfig,
+        fit: Fit,
+    ) -> Result<Self, ModelError> {
         Ok(Self {
-            vae: vae_picture(image, group)?,
+            vae: match fit {
+                Fit::Cover => vae_picture(image, group)?,
+                Fit::Stretch => {
+                    check_picture(image)?;
+                    let bucket = group.nearest(image.height, image.width)?;
+                    of_bucket(lanczos(image, bucket.height, bucket.width).data, bucket)?
+                }
+            },
             vit: vit_picture(image, processor)?,
         })
     }
@@ -112,6 +180,11 @@ pub fn vae_picture(image: &RgbImage, group: &ResolutionGroup) -> Result<VaePictu
         let start = (row * rw + left) * 3;
         data.extend_from_slice(&resized.data[start..start + bucket.width * 3]);
     }
+    of_bucket(data, bucket)
+}
+
+/// A picture that has the size of its bucket.
+fn of_bucket(data: Vec<u8>, bucket: Bucket) -> Result<VaePicture, ModelError> {
     let values = data
         .iter()
         .map(|b| (f32::from(*b) / 255.0 - 0.5) / 0.5)
@@ -255,6 +328,36 @@ mod tests {
                 .all(|v| (v - 0.003_921_6).abs() < 1e-6)
         );
         assert!(values[real..].iter().all(|v| *v == 0.0));
+    }
+
+    #[test]
+    fn an_image_takes_the_shape_of_the_first_picture_with_its_bucket() {
+        let group = group();
+        let of = |height, width| group.nearest(height, width).unwrap();
+        let aligned = |image, shown: &[(usize, usize)]| aligned_size(&group, image, shown).unwrap();
+        // 90:240 is 0.375, its bucket 0.391; both sides grow by 256 / sqrt(90 * 240).
+        let wide = of(90, 240);
+        assert_eq!(aligned(wide, &[(90, 240)]), Some((157, 418)));
+        assert_eq!(
+            aligned(wide, &[(256, 256), (90, 240), (91, 240)]),
+            Some((157, 418))
+        );
+        assert_eq!(aligned(wide, &[(256, 256)]), None);
+        assert_eq!(aligned(of(256, 256), &[(500, 501)]), None);
+        assert_eq!(aligned(wide, &[]), None);
+        assert!(aligned_size(&group, of(1, 16_000), &[(1, 16_000)]).is_err());
+    }
+
+    #[test]
+    fn a_stretched_picture_keeps_its_edges() {
+        let mut picture = grey(90, 240);
+        picture.data[..30 * 3].fill(0);
+        let stretched = |fit| {
+            let made = CondPicture::fitted(&picture, &group(), &processor(), fit).unwrap();
+            made.vae.rgb.data[0]
+        };
+        assert!(stretched(Fit::Stretch) < 20);
+        assert_eq!(scaled(&grey(8, 6), 3, 9), grey(3, 9));
     }
 
     #[test]

@@ -256,6 +256,13 @@ pub(super) const FIELDS: &[Field] = &[
         "Draw without what was thought. Absent: the model's default.",
     ),
     extension(
+        "align_image_size",
+        Kind::Flag,
+        &[Edits, Chat],
+        "Pictures are stretched to the model's sizes, not cropped, and an image takes the exact shape of the \
+         first picture of its size.",
+    ),
+    extension(
         "system_prompt_name",
         Kind::Text(MAX_SELECTOR_CHARS),
         ALL,

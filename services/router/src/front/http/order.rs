@@ -60,6 +60,7 @@ impl Order {
             images: images(said.images),
             sampling: Some(sampling(&fields)?),
             drop_think: fields.flag_given("drop_think"),
+            align_image_size: fields.flag("align_image_size"),
             system_prompt_name: fields.text("system_prompt_name").unwrap_or_default(),
             prompt: said.prompt,
             size: fields.text("size").unwrap_or_default(),
