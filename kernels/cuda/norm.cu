@@ -30,6 +30,7 @@ struct Arguments {
     float* scale;         // [tokens], with `code`
     int tokens;
     int width;
+    const int* count;     // only so many rows, or null: `tokens`
 };
 
 // The sum over choices in slot order, then the shared row, then x; one rounding. `kTopK` 0: any number.
@@ -75,6 +76,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     __shared__ float scratch[2][32];
     const int token = Row::row();
     if (token >= a.tokens) return;  // whole warps, and whole blocks where a row is a block
+    if (a.count != nullptr && token >= __ldg(a.count)) return;
     const int64_t at = static_cast<int64_t>(token) * width;
     Row row;
     row.clear();

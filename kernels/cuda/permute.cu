@@ -101,6 +101,9 @@ struct GatherArguments {
     int top_k;
     int chunks;
     int shared;           // row that token 0 has once more (then the next ones), or -1
+    const int* kept;      // row that token `first` has once more, then the next `count - 1`; or null
+    int first;
+    int count;
 };
 
 // Copies a token's row to all its places: one bulk copy in, one out a place, through shared memory of a row. A warp
@@ -116,12 +119,15 @@ extern "C" __global__ void __launch_bounds__(32) permute_gather(const GatherArgu
         hopper::barrier_expect_bytes(&barrier, bytes);
         hopper::bulk_load(row, a.from + static_cast<int64_t>(token) * a.chunks, bytes, &barrier);
     }
-    const int places = a.top_k + (a.shared >= 0);
+    const bool again = a.kept == nullptr ? a.shared >= 0 : token >= a.first && token < a.first + a.count;
+    const int places = a.top_k + again;
     const int* position = a.position + static_cast<int64_t>(token) * a.top_k;
     __syncwarp();
     hopper::barrier_wait(&barrier, 0);
     for (int place = lane; place < places; place += 32) {
-        const int to = place < a.top_k ? __ldg(position + place) : a.shared + token;
+        const int once_more = a.kept == nullptr ? a.shared + token : *a.kept + token - a.first;
+        const int to = place < a.top_k ? __ldg(position + place) : once_more;
+        if (to < 0) continue;  // another rank has the expert
         hopper::bulk_store(a.to + static_cast<int64_t>(to) * a.chunks, row, bytes);
         if (a.scale != nullptr) a.to_scale[to] = a.scale[token];
     }

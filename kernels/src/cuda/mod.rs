@@ -27,6 +27,7 @@ mod launch;
 mod link;
 mod map;
 mod memory;
+mod merge;
 mod norm;
 mod norm_layer;
 mod permute;
@@ -56,8 +57,10 @@ pub use group_norm::{
 };
 pub use link::{UploadRing, Uploader};
 pub use memory::DeviceBuffer;
+pub use merge::{KeptOutputs, Partial, merge_attention, sum_kept};
 pub use norm::{
-    E4m3Rows, ExpertOutputs, NormOutput, RmsNorm, add_rms_norm, combine, quantize_rows, rms_norm,
+    E4m3Rows, ExpertOutputs, NormOutput, RmsNorm, add_rms_norm, combine, quantize_rows,
+    quantize_rows_until, rms_norm,
 };
 pub use norm_layer::{GpuLayerNorm, add_layer_norm, layer_norm};
 pub use permute::{Permutation, gather, gather_e4m3, permute};

@@ -1,5 +1,6 @@
 //! Tokens to the rows of their experts, decided and moved on the device: no wait for the host in a step.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use cudarc::driver::DeviceRepr;
@@ -16,6 +17,7 @@ const FILE: &str = "permute";
 const POSITION_THREADS: u32 = 512;
 /// A warp copies a row.
 const GATHER_THREADS: u32 = 32;
+const KEEP_THREADS: u32 = 256;
 /// Bytes of one access.
 const CHUNK: usize = 16;
 /// Most bytes of a row: it passes through shared memory.
@@ -31,6 +33,16 @@ pub struct Permutation {
     tokens: usize,
     experts: usize,
     shared: bool,
+    kept: Option<Kept>,
+}
+
+/// The part of a permutation that one rank has.
+#[derive(Clone, Debug)]
+struct Kept {
+    /// I32 `[experts + 1]`, or `[experts + 2]` where some tokens have a row of the shared expert.
+    offsets: GpuTensor,
+    experts: Range<usize>,
+    shared: Range<usize>,
 }
 
 impl Permutation {
@@ -58,13 +70,62 @@ impl Permutation {
             tokens: 0,
             experts,
             shared,
+            kept: None,
         })
+    }
+
+    /// Keeps `experts` alone, and the shared expert for `shared` tokens behind them: for a rank that has no
+    /// others. [`permute`] then counts rows among the kept ones, and choices of other experts have row -1.
+    ///
+    /// # Errors
+    /// `Argument` for experts or tokens that are not there, or a shared expert in its place among all;
+    /// those of [`GpuTensor::new`].
+    pub fn keeping(self, experts: Range<usize>, shared: Range<usize>) -> Result<Self> {
+        const OP: &str = "Permutation::keeping";
+        let fits = experts.start < experts.end && experts.end <= self.experts && !self.shared;
+        if !fits || shared.start > shared.end || shared.end > self.position.dim(0) {
+            return Err(argument(OP, "experts", "are not those of the permutation"));
+        }
+        let groups = experts.len() + usize::from(!shared.is_empty());
+        let gpu = self.offsets.gpu();
+        let offsets = GpuTensor::new(gpu, &[groups + 1], GpuType::I32, "permutation")?;
+        Ok(Self {
+            kept: Some(Kept {
+                offsets,
+                experts,
+                shared,
+            }),
+            ..self
+        })
+    }
+
+    /// Tokens with a row of the shared expert, and where its first row is said, I32 `[1]`; `None` where the
+    /// permutation keeps no shared expert.
+    ///
+    /// # Errors
+    /// None in practice: the view always fits.
+    pub fn kept_shared(&self) -> Result<Option<(Range<usize>, GpuTensor)>> {
+        let some = self.kept.as_ref().filter(|kept| !kept.shared.is_empty());
+        some.map(|kept| {
+            let at = kept.offsets.narrow0(kept.experts.len(), 1)?;
+            Ok((kept.shared.clone(), at))
+        })
+        .transpose()
+    }
+
+    /// The end of the last group, I32 `[1]`.
+    ///
+    /// # Errors
+    /// None in practice: the view always fits.
+    pub fn end(&self) -> Result<GpuTensor> {
+        let offsets = self.offsets();
+        offsets.narrow0(offsets.dim(0) - 1, 1)
     }
 
     /// First row of every group, and the end: I32 `[groups + 1]`. The last group is the shared expert's, if any.
     #[must_use]
     pub fn offsets(&self) -> &GpuTensor {
-        &self.offsets
+        self.kept.as_ref().map_or(&self.offsets, |kept| &kept.offsets)
     }
 
     /// Row of each choice, I32 `[tokens, top_k]`.
@@ -75,10 +136,11 @@ impl Permutation {
         self.position.narrow0(0, self.tokens)
     }
 
-    /// Rows of all groups.
+    /// Rows of all groups; at most so many of those that are kept.
     #[must_use]
     pub fn rows(&self) -> usize {
-        self.tokens * (self.position.dim(1) + usize::from(self.shared))
+        let kept = self.kept.as_ref().map_or(0, |kept| kept.shared.len());
+        self.tokens * (self.position.dim(1) + usize::from(self.shared)) + kept
     }
 
     /// First row of the shared expert.
@@ -108,6 +170,21 @@ unsafe impl DeviceRepr for PositionArguments {}
 
 #[derive(Clone, Copy)]
 #[repr(C)]
+struct KeepArguments {
+    offsets: u64,
+    position: u64,
+    kept: u64,
+    choices: i32,
+    first: i32,
+    last: i32,
+    shared: i32,
+}
+
+// SAFETY: plain numbers in the layout of the kernel's struct.
+unsafe impl DeviceRepr for KeepArguments {}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
 struct GatherArguments {
     from: u64,
     scale: u64,
@@ -117,6 +194,9 @@ struct GatherArguments {
     top_k: i32,
     chunks: i32,
     shared: i32,
+    kept: u64,
+    first: i32,
+    count: i32,
 }
 
 // SAFETY: plain numbers in the layout of the kernel's struct.
@@ -145,7 +225,8 @@ pub fn permute(routing: &GpuRouting, out: &mut Permutation) -> Result<()> {
     }
     out.tokens = tokens;
     if tokens == 0 {
-        return out.offsets.write_bytes(&vec![0; out.offsets.bytes()]);
+        let offsets = out.offsets();
+        return offsets.write_bytes(&vec![0; offsets.bytes()]);
     }
     let each = block_tokens(tokens);
     let arguments = PositionArguments {
@@ -175,7 +256,34 @@ pub fn permute(routing: &GpuRouting, out: &mut Permutation) -> Result<()> {
             grid,
             &arguments,
         )
+    }?;
+    keep(out)
+}
+
+/// Leaves the rows of the kept experts.
+fn keep(out: &Permutation) -> Result<()> {
+    const OP: &str = "permute";
+    let Some(kept) = &out.kept else {
+        return Ok(());
+    };
+    let choices = out.tokens * out.position.dim(1);
+    if kept.shared.end > out.tokens {
+        return Err(argument(OP, "routing", "has fewer tokens than the shared expert"));
     }
+    let arguments = KeepArguments {
+        offsets: out.offsets.address(),
+        position: out.position.address(),
+        kept: kept.offsets.address(),
+        choices: int(OP, "tokens", choices)?,
+        first: int(OP, "experts", kept.experts.start)?,
+        last: int(OP, "experts", kept.experts.end)?,
+        shared: int(OP, "shared", kept.shared.len())?,
+    };
+    let blocks = choices.div_ceil(KEEP_THREADS as usize);
+    let grid = Grid::linear(blocks as u32, KEEP_THREADS);
+    // SAFETY: positions of all choices and offsets of all experts were just written; `kept` has an entry for each
+    // expert that is kept, their end, and that of the shared one if any.
+    unsafe { launch(out.offsets.gpu(), "merge", "experts_keep", grid, &arguments) }
 }
 
 /// Copies every token of bf16 `from [tokens, width]` to its rows of `to [rows, width]`, the shared expert's
@@ -231,6 +339,8 @@ fn run(
         return Ok(());
     }
     let shared = permutation.shared();
+    let kept = permutation.kept.as_ref();
+    let again = kept.map_or(0..0, |kept| kept.shared.clone());
     let arguments = GatherArguments {
         from: from.address(),
         scale: scales.map_or(0, GpuTensor::address),
@@ -243,6 +353,12 @@ fn run(
             Some(first) => int(OP, "permutation", first)?,
             None => -1,
         },
+        kept: kept.map_or(0, |kept| {
+            let entry = kept.experts.len() * size_of::<u32>();
+            kept.offsets.address() + entry as u64
+        }),
+        first: int(OP, "permutation", again.start)?,
+        count: int(OP, "permutation", again.len())?,
     };
     let grid = Grid {
         shared: bytes as u32,
