@@ -15,8 +15,8 @@ use parallel::RankContext;
 const PACKED: usize = 20;
 /// Points that FP8 may lose against bf16.
 const FP8_LOSS: f64 = 0.02;
-/// Points that bf16 may lose against the CPU.
-const BF16_LOSS: f64 = 0.02;
+/// Least share of right pictures in bf16: the CPU's share is in the model's card.
+const RIGHT: f64 = 0.92;
 /// Pictures whose latents are compared with the CPU's.
 const COMPARED: usize = 4;
 
@@ -75,19 +75,6 @@ fn cpu_latents(reference: &Model, entries: &[DemoPrompt]) -> Vec<Latents> {
         reference.denoise_step(&ctx, &mut live).unwrap();
     }
     jobs.iter().map(|job| job.latents().unwrap()).collect()
-}
-
-/// Share of right pictures in F32.
-fn on_the_cpu(reference: &Model, entries: &[DemoPrompt]) -> f64 {
-    let ctx = RankContext::single();
-    let mut right = 0;
-    for chunk in entries.chunks(PACKED) {
-        for (entry, latents) in chunk.iter().zip(cpu_latents(reference, chunk)) {
-            let picture = reference.decode(&ctx, &latents).unwrap();
-            right += usize::from(judge(&read(&picture), &entry.expect).is_none());
-        }
-    }
-    right as f64 / entries.len() as f64
 }
 
 struct Easel<'a> {
@@ -157,15 +144,14 @@ impl<'a> Easel<'a> {
 
 #[test]
 #[ignore = "needs a Hopper GPU"]
-fn demo_prompts_are_drawn_as_well_in_bf16_and_in_fp8_as_on_the_cpu() {
+fn demo_prompts_are_drawn_as_well_in_fp8_as_in_bf16() {
     let reference = Model::open(&checkpoint_dir(), LoadOptions::default()).unwrap();
     let prompts = DemoSet::load().unwrap().prompts;
-    let exact = on_the_cpu(&reference, &prompts);
     let bf16 = Easel::new(&reference, WeightType::Bf16).score(&prompts);
     let fp8 = Easel::new(&reference, WeightType::Fp8).score(&prompts);
     let count = prompts.len();
-    println!("{count} prompts: cpu {exact:.4}, bf16 {bf16:.4}, fp8 {fp8:.4}");
-    assert!(bf16 >= exact - BF16_LOSS, "bf16 {bf16}, cpu {exact}");
+    println!("{count} prompts: bf16 {bf16:.4}, fp8 {fp8:.4}");
+    assert!(bf16 >= RIGHT, "{bf16}");
     assert!(fp8 >= bf16 - FP8_LOSS, "fp8 {fp8}, bf16 {bf16}");
 }
 
