@@ -249,6 +249,69 @@ async fn edits_over_http_do_what_they_say_as_a_form_and_as_json() {
     }
 }
 
+/// Modes, whether the size is left to the model, and how their text begins and ends.
+const MODES: [(Mode, bool, &str, &str); 7] = [
+    (Mode::Image, true, "", ""),
+    (Mode::Think, false, "<think>", "</think>"),
+    (Mode::Think, true, "<think>", "</think>"),
+    (Mode::Recaption, false, "<recaption>", "</recaption>"),
+    (Mode::Recaption, true, "<recaption>", "</recaption>"),
+    (Mode::ThinkRecaption, false, "<think>", "</recaption>"),
+    (Mode::ThinkRecaption, true, "<think>", "</recaption>"),
+];
+
+#[tokio::test]
+async fn every_mode_writes_what_it_should_and_makes_a_picture() {
+    let requests = MODES.iter().map(|&(mode, auto, ..)| {
+        generate(GenerateRequest {
+            mode: mode.into(),
+            size: if auto { "auto" } else { "192x320" }.to_owned(),
+            steps: Some(1),
+            sampling: (mode != Mode::Image)
+                .then_some(recaption("").sampling)
+                .flatten(),
+            ..recaption("a tall picture of a pink heart")
+        })
+    });
+    let answers = futures_util::future::join_all(requests).await;
+    for ((mode, auto, opening, closing), told) in MODES.iter().zip(answers) {
+        let written = told.written.unwrap();
+        let what = format!("{mode:?}, auto {auto}: {written:?}");
+        assert_eq!(told.text, written.text, "{what}");
+        assert!(written.text.starts_with(opening), "{what}");
+        assert!(written.text.ends_with(closing), "{what}");
+        assert!(!written.cut && !written.size_fallback, "{what}");
+        // The words of the prompt choose this size as well.
+        assert_eq!((written.width, written.height), (192, 320), "{what}");
+        assert_eq!((told.images[0].width, told.images[0].height), (192, 320));
+    }
+}
+
+#[tokio::test]
+async fn a_recaption_over_http_is_drawn_and_one_without_its_thoughts_reads_less() {
+    let entry = subset()[0];
+    let drawn = |drop_think: bool, steps: Option<u32>| async move {
+        let body = json!({
+            "prompt": entry.prompt, "mode": "think_recaption", "size": "auto",
+            "template": "instruct", "seed": SEED, "max_new_tokens": MAX_NEW_TOKENS,
+            "drop_think": drop_think, "steps": steps,
+        });
+        let answer = web::post_json(up().http(), "/v1/images/generations", &body).await;
+        assert_eq!(answer.status, 200, "{}", answer.text);
+        let answer = answer.json();
+        let png = STANDARD
+            .decode(answer["data"][0]["b64_json"].as_str().unwrap())
+            .unwrap();
+        (answer["omni"]["writing"].clone(), pixels(&png))
+    };
+    let ((whole, picture), (dropped, _)) = tokio::join!(drawn(false, None), drawn(true, Some(2)));
+    let seen = judge(&read(&picture), &entry.expect);
+    assert_eq!(seen, None, "{} \"{}\"", entry.id, entry.prompt);
+    // The text is told in full either way, but it is not what the second picture was drawn from.
+    assert_eq!(whole["text"], dropped["text"]);
+    assert!(dropped["reused_tokens"].as_u64() < whole["reused_tokens"].as_u64());
+}
+
 #[tokio::test]
 async fn recaptions_over_http_are_told_as_they_are_written_and_images_share_them() {
     let entry = subset()[0];
