@@ -6,6 +6,7 @@
 mod client;
 pub mod engine;
 mod error;
+pub mod fuzzing;
 pub mod limits;
 mod local;
 pub mod service;
@@ -13,7 +14,7 @@ pub mod wire;
 
 pub use client::{
     CacheTerms, ClientConfig, Description, FetchRequest, Fetched, KvClient, Lease, MAPPED, Place,
-    Publication, PublishRequest, Published, Reach,
+    Publication, PublishRequest, Published, Reach, Turn,
 };
 pub use error::TransferError;
 pub use fabric::{Access, PoolMemory, UcxError};

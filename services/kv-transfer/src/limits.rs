@@ -85,6 +85,10 @@ pub const MAX_DOOR_PEERS: usize = 64;
 pub const DOOR_PATIENCE: Duration = Duration::from_secs(2);
 /// Pools that one process keeps mapped.
 pub const MAX_MAPPED_POOLS: usize = 16;
+/// How long before a caller gives up waiting the service says that it waited in vain.
+pub const ANSWER_MARGIN: Duration = Duration::from_millis(500);
+/// Pause after the pool's socket could not take a peer in.
+pub const DOOR_PAUSE: Duration = Duration::from_millis(100);
 /// Reservations that may wait in line for room.
 pub const MAX_WAITING: usize = 1024;
 /// Longest wait in line.

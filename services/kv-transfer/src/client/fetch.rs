@@ -94,8 +94,27 @@ impl Fetched {
             );
             return Err(TransferError::invalid("out", message));
         }
-        self.visit(|at, bytes| {
-            out[at..at + bytes.len()].copy_from_slice(bytes);
+        let Source::Pool(slot) = &self.source else {
+            return self.visit(|at, bytes| {
+                out[at..at + bytes.len()].copy_from_slice(bytes);
+                Ok(())
+            });
+        };
+        let mut held = None;
+        let mut chunk = vec![];
+        self.plan.scatter(|entry, inside, to| {
+            let index = self.plan.chunks()[entry];
+            let run = &mut out[to..to + inside.len()];
+            if inside == (0..self.plan.chunk(index).len()) {
+                // A whole chunk goes straight to its place and is checked there.
+                return take_chunk(&self.manifest, slot, index, run);
+            }
+            if held != Some(entry) {
+                chunk.resize(self.plan.chunk(index).len(), 0);
+                take_chunk(&self.manifest, slot, index, &mut chunk)?;
+                held = Some(entry);
+            }
+            run.copy_from_slice(&chunk[inside]);
             Ok(())
         })
     }
@@ -118,7 +137,9 @@ impl Fetched {
                 let mut chunk = vec![];
                 plan.scatter(|entry, inside, to| {
                     if held != Some(entry) {
-                        take_chunk(&self.manifest, slot, plan.chunks()[entry], &mut chunk)?;
+                        let index = plan.chunks()[entry];
+                        chunk.resize(plan.chunk(index).len(), 0);
+                        take_chunk(&self.manifest, slot, index, &mut chunk)?;
                         held = Some(entry);
                     }
                     visit(to, &chunk[inside])
@@ -133,13 +154,12 @@ fn take_chunk(
     manifest: &Manifest,
     slot: &Mapped,
     index: usize,
-    chunk: &mut Vec<u8>,
+    chunk: &mut [u8],
 ) -> Result<(), TransferError> {
-    let range = kv::chunk_range(index, slot.bytes(), manifest.chunk_bytes);
-    chunk.resize(range.len(), 0);
+    let start = kv::chunk_range(index, slot.bytes(), manifest.chunk_bytes).start;
     let mut first = None;
     for _ in 0..limits::MAX_CHUNK_READS {
-        if !slot.read(range.start, chunk) {
+        if !slot.read(start, chunk) {
             return Err(TransferError::invalid("bytes", "reach past the slot"));
         }
         match manifest.verify_chunk(index, chunk) {

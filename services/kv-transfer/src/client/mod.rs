@@ -13,6 +13,7 @@ mod read;
 use std::sync::Arc;
 
 use base::Deadline;
+use tokio::sync::{Mutex, OwnedMutexGuard};
 
 pub use config::ClientConfig;
 pub use fetch::{FetchRequest, Fetched};
@@ -36,6 +37,13 @@ struct Inner {
     channels: Channels,
     releaser: Releaser,
     reach: Reach,
+    turn: Arc<Mutex<()>>,
+}
+
+/// The turn of one request to publish; it ends when this is dropped.
+#[derive(Debug)]
+pub struct Turn {
+    _held: OwnedMutexGuard<()>,
 }
 
 impl KvClient {
@@ -55,8 +63,22 @@ impl KvClient {
                 channels,
                 releaser,
                 reach,
+                turn: Arc::default(),
             }),
         })
+    }
+
+    /// Waits for this request's turn to publish several prefixes that are useless one by one. Without turns,
+    /// requests that each hold a part of a full pool could wait for each other's.
+    ///
+    /// # Errors
+    /// [`TransferError::Deadline`] when the turn does not come by the deadline of this client.
+    pub async fn turn(&self) -> Result<Turn, TransferError> {
+        let what = "waiting for the turn to publish";
+        let turn = Arc::clone(&self.inner.turn).lock_owned();
+        let held = self.deadline().bound(what, turn).await;
+        let held = held.map_err(|_| TransferError::Deadline { what })?;
+        Ok(Turn { _held: held })
     }
 
     /// Ends a lease now and waits for the answer. Dropping a lease ends it too, in the background.

@@ -1,7 +1,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use base::Deadline;
+use base::{Deadline, clock::SystemClock};
 use fabric::Access;
 use kv::{KvGeometry, Manifest, PrefixIdentity};
 use proto::v1::{self, PrefixHandle};
@@ -10,7 +10,7 @@ use super::channels::{call, call_until};
 use super::lease::{Lease, Terms};
 use super::reach::{Place, blocking};
 use super::{Inner, KvClient};
-use crate::{TransferError, wire};
+use crate::{TransferError, limits, wire};
 
 /// A prefix to publish.
 #[derive(Debug)]
@@ -92,6 +92,28 @@ impl KvClient {
         endpoint: &str,
         request: PublishRequest,
     ) -> Result<Published, TransferError> {
+        self.publish_with(endpoint, request, None).await
+    }
+
+    /// As [`Self::publish`]; the prefix stays after its last lease as long as the cache has room.
+    ///
+    /// # Errors
+    /// As [`Self::publish`].
+    pub async fn publish_cached(
+        &self,
+        endpoint: &str,
+        request: PublishRequest,
+        terms: CacheTerms,
+    ) -> Result<Published, TransferError> {
+        self.publish_with(endpoint, request, Some(terms)).await
+    }
+
+    async fn publish_with(
+        &self,
+        endpoint: &str,
+        request: PublishRequest,
+        cache: Option<CacheTerms>,
+    ) -> Result<Published, TransferError> {
         let expected = request.geometry.prefix_bytes(request.tokens) as u64;
         let got = request.payload.len() as u64;
         if got != expected || got == 0 {
@@ -107,7 +129,7 @@ impl KvClient {
             identity: request.identity,
             geometry: request.geometry,
             tokens: request.tokens,
-            cache: None,
+            cache,
         };
         let mut publication = self.begin(endpoint, description, false).await?;
         publication.write(request.payload).await?;
@@ -142,12 +164,15 @@ impl KvClient {
         let inner = &self.inner;
         let manifest = announced(&description, inner.config.chunk_bytes)?;
         let mut stub = inner.channels.stub(endpoint)?;
+        // The service's own answer, with its hint, comes before the call is given up.
+        let longest = deadline.remaining(&SystemClock);
+        let longest = longest.saturating_sub(limits::ANSWER_MARGIN);
         let message = v1::ReserveRequest {
             request_id: description.request_id,
             bytes: manifest.bytes,
             ttl_ms: wire::millis(inner.config.ttl),
             offer: offered.then(|| wire::manifest_to_proto(manifest.clone())),
-            wait_ms: wire::millis(inner.config.wait),
+            wait_ms: wire::millis(inner.config.wait.min(longest)),
             cache: description.cache.map(|terms| v1::CacheTerms {
                 scope: terms.scope,
                 cost_us: terms.cost_us,

@@ -67,6 +67,11 @@ impl Remote {
         }
     }
 
+    /// As [`Self::open`], for a fuzzer.
+    pub(crate) fn check(&self, end: u64) {
+        let _ = self.open(end);
+    }
+
     /// Checks everything that UCX will not, for operations on the first `end` bytes.
     pub(super) fn open(&self, end: u64) -> Result<Target, TransferError> {
         let max = limits::MAX_WORKER_ADDRESS_BYTES;

@@ -68,7 +68,7 @@ impl Door {
     /// Serves peers until dropped.
     ///
     /// # Errors
-    /// The socket breaks.
+    /// The socket cannot be served at all.
     pub(crate) async fn serve(self: Arc<Self>) -> Result<(), TransferError> {
         let broken = |source| TransferError::Io {
             what: "serve the socket of the pool",
@@ -78,7 +78,15 @@ impl Door {
         let listener = UnixListener::from_std(listener).map_err(broken)?;
         let peers = Tracker::new();
         loop {
-            let (stream, _) = listener.accept().await.map_err(broken)?;
+            let stream = match listener.accept().await {
+                Ok((stream, _)) => stream,
+                // Out of descriptors, say: that passes.
+                Err(error) => {
+                    tracing::warn!(%error, "a process that asks for the pool is kept waiting");
+                    tokio::time::sleep(limits::DOOR_PAUSE).await;
+                    continue;
+                }
+            };
             if peers.len() >= limits::MAX_DOOR_PEERS {
                 tracing::warn!("too many processes ask for the pool at once, one is turned away");
                 continue;

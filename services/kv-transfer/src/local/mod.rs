@@ -64,6 +64,16 @@ fn given(bytes: &[u8; GIVE_BYTES]) -> Option<u64> {
     (*mark == GIVE).then_some(size)
 }
 
+/// Reads bytes as both messages, for a fuzzer.
+pub(crate) fn understand(bytes: &[u8]) {
+    if let Ok(asks) = bytes.try_into() {
+        let _: Option<Access> = asked(asks, &[0; POOL_ID_BYTES]);
+    }
+    if let Ok(gives) = bytes.try_into() {
+        let _: Option<u64> = given(gives);
+    }
+}
+
 fn address(socket: &str) -> io::Result<SocketAddr> {
     match socket.strip_prefix(ABSTRACT) {
         Some(name) => SocketAddr::from_abstract_name(name),
