@@ -38,7 +38,9 @@ pub(crate) fn solve<const N: usize>(
 pub(crate) fn polynomial(points: &[(f64, f64)], degree: usize) -> Option<Vec<f64>> {
     let wide = degree + 1;
     // Powers of numbers near 1 are told apart better.
-    let scale = points.iter().fold(0.0_f64, |most, (x, _)| most.max(x.abs()));
+    let scale = points
+        .iter()
+        .fold(0.0_f64, |most, (x, _)| most.max(x.abs()));
     let mut square = vec![0.0; wide * wide];
     let mut right = vec![[0.0]; wide];
     for (x, y) in points {
@@ -61,7 +63,10 @@ mod tests {
     #[test]
     fn a_polynomial_is_found_from_its_points_and_not_from_too_few() {
         let cubic = |x: f64| 0.5 - 2.0 * x + 30.0 * x.powi(3);
-        let points: Vec<(f64, f64)> = (1..9).map(|i| f64::from(i) * 0.02).map(|x| (x, cubic(x))).collect();
+        let points: Vec<(f64, f64)> = (1..9)
+            .map(|i| f64::from(i) * 0.02)
+            .map(|x| (x, cubic(x)))
+            .collect();
         let found = polynomial(&points, 3).unwrap();
         for (got, want) in found.iter().zip([0.5, -2.0, 0.0, 30.0]) {
             assert!((got - want).abs() < 1e-6, "{found:?}");
