@@ -43,6 +43,26 @@ __device__ __forceinline__ void barrier_arrive_remote(uint64_t* barrier, uint32_
         : "memory");
 }
 
+// The same for an expectation of bytes, and the store that meets it: a word at the same place in block `rank`.
+__device__ __forceinline__ void barrier_expect_bytes_remote(uint64_t* barrier, uint32_t bytes, uint32_t rank) {
+    asm volatile(
+        "{\n.reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %2;\n"
+        "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [remote], %1;\n}" ::"r"(smem_address(barrier)),
+        "r"(bytes), "r"(rank)
+        : "memory");
+}
+
+__device__ __forceinline__ void store_remote(int* to, int value, uint64_t* barrier, uint32_t rank) {
+    asm volatile(
+        "{\n.reg .b32 word, remote;\n"
+        "mapa.shared::cluster.u32 word, %0, %3;\n"
+        "mapa.shared::cluster.u32 remote, %2, %3;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [word], %1, [remote];\n}" ::"r"(smem_address(to)),
+        "r"(value), "r"(smem_address(barrier)), "r"(rank)
+        : "memory");
+}
+
 #ifdef HOPPER_BOUNDED_WAITS
 // For finding deadlocks: a wait that polls too often ends the kernel with an error.
 #define HOPPER_WAIT(SCOPE)                                                                                     \

@@ -2,6 +2,9 @@
 //!
 //! `out [rows, n] = a [rows, k] . w [n, k]^T`, weights as checkpoints store them, fp32 accumulation. A row's
 //! result depends on that row alone: sums run along k in one order, whatever else is in the call.
+//!
+//! The kernels of one [`Gpu`](super::Gpu) share a counter of work, so products run one after another: all on its
+//! one stream.
 
 use cudarc::driver::{DeviceRepr, LaunchConfig, PushKernelArg};
 
@@ -19,6 +22,8 @@ const THREADS: u32 = 384;
 const STAGE_K_BYTES: usize = 128;
 /// Rows of a box of `a`: those of one warpgroup.
 const BOX_ROWS: usize = 64;
+/// Rows of a box of `out`: those of one warp.
+const OUT_BOX_ROWS: usize = 16;
 /// Rows of a tile of `a`.
 const TILE_ROWS: usize = 128;
 /// Groups whose offsets a block can hold (`MAX_GROUPS` of the kernel).
@@ -201,6 +206,11 @@ impl Product<'_> {
         let kernel = self.kernel()?;
         let a = map(self.a, BOX_ROWS)?;
         let w = map(self.w, kernel.columns / 2)?;
+        let out = match self.out.dtype() {
+            GpuType::Bf16 => map(self.out, OUT_BOX_ROWS)?,
+            // Stored without the copy engine.
+            _ => a,
+        };
         let gpu = self.a.gpu();
         let shared = u32::try_from(kernel.shared_bytes()).unwrap_or(u32::MAX);
         let function = gpu.kernel(kernel.file, kernel.name, shared)?;
@@ -211,7 +221,7 @@ impl Product<'_> {
             shared_mem_bytes: shared,
         };
         let mut launch = gpu.stream().launch_builder(&function);
-        launch.arg(&a).arg(&w).arg(&arguments);
+        launch.arg(&a).arg(&w).arg(&out).arg(&arguments);
         // SAFETY: the maps and addresses are those of tensors whose shapes were checked against each other;
         // offsets beyond `rows` would be the caller's breach of the documented contract, and are cut by the
         // kernel.
