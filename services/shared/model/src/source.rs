@@ -128,6 +128,25 @@ impl<'a> Scope<'a> {
         Ok(Conv3dWeight::new(&weight, Some(&bias))?)
     }
 
+    /// The same for input of a single frame: the frames before and after it are zero padding, so only the
+    /// middle tap along time is kept.
+    pub(crate) fn conv3d_of_one_frame(
+        &self,
+        input: usize,
+        output: usize,
+        k: usize,
+    ) -> Result<Conv3dWeight, ModelError> {
+        let weight = self.tensor("weight", &[output, input, k, k, k])?;
+        let (bias, plane) = (self.f32("bias", &[output])?, k * k);
+        let middle = |filter: usize| {
+            let from = (filter * k + k / 2) * plane;
+            from..from + plane
+        };
+        let taps = (0..output * input).map(middle);
+        let weight = gather(&weight, &[output, input, 1, k, k], taps)?;
+        Ok(Conv3dWeight::new(&weight, Some(&bias))?)
+    }
+
     /// `weight [n]` and `bias [n]` of a normalisation.
     pub(crate) fn affine(&self, n: usize) -> Result<Affine, ModelError> {
         Ok(Affine {

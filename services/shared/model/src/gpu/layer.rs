@@ -203,7 +203,9 @@ impl Layer<'_> {
             weight,
             eps: pass.eps,
         });
-        let out = norm.map_or_else(NormOutput::default, |_| norm_output(work, Norm::OfAttention));
+        let out = norm.map_or_else(NormOutput::default, |_| {
+            norm_output(work, Norm::OfAttention)
+        });
         Ok(combine(&work.x, experts, norm, out)?)
     }
 }

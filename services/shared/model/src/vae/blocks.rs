@@ -14,6 +14,19 @@ pub(super) fn norm_silu(x: &Tensor, affine: &Affine) -> Result<Tensor, ModelErro
     Ok(group_norm(x, &params(affine), None, true)?)
 }
 
+/// A convolution of size 3 whose input has `frames` frames.
+pub(super) fn conv3(
+    scope: &Scope<'_>,
+    (input, output): (usize, usize),
+    frames: usize,
+) -> Result<Conv3dWeight, ModelError> {
+    if frames == 1 {
+        scope.conv3d_of_one_frame(input, output, 3)
+    } else {
+        scope.conv3d(input, output, 3)
+    }
+}
+
 fn params(affine: &Affine) -> GroupNorm<'_> {
     GroupNorm {
         groups: NORM_GROUPS,
@@ -33,12 +46,17 @@ pub(super) struct ResBlock {
 }
 
 impl ResBlock {
-    pub(super) fn load(scope: &Scope<'_>, channels: usize) -> Result<Self, ModelError> {
+    /// A block whose input has `frames` frames.
+    pub(super) fn load(
+        scope: &Scope<'_>,
+        channels: usize,
+        frames: usize,
+    ) -> Result<Self, ModelError> {
         Ok(Self {
             norm1: scope.child("norm1").affine(channels)?,
-            conv1: scope.child("conv1").conv3d(channels, channels, 3)?,
+            conv1: conv3(&scope.child("conv1"), (channels, channels), frames)?,
             norm2: scope.child("norm2").affine(channels)?,
-            conv2: scope.child("conv2").conv3d(channels, channels, 3)?,
+            conv2: conv3(&scope.child("conv2"), (channels, channels), frames)?,
         })
     }
 
@@ -92,7 +110,7 @@ impl AttnBlock {
     }
 }
 
-/// Residual block, attention, residual block at the lowest resolution.
+/// Residual block, attention, residual block at the lowest resolution, where there is one frame.
 #[derive(Debug)]
 pub(super) struct Mid {
     first: ResBlock,
@@ -103,9 +121,9 @@ pub(super) struct Mid {
 impl Mid {
     pub(super) fn load(scope: &Scope<'_>, channels: usize) -> Result<Self, ModelError> {
         Ok(Self {
-            first: ResBlock::load(&scope.child("block_1"), channels)?,
+            first: ResBlock::load(&scope.child("block_1"), channels, 1)?,
             attention: AttnBlock::load(&scope.child("attn_1"), channels)?,
-            second: ResBlock::load(&scope.child("block_2"), channels)?,
+            second: ResBlock::load(&scope.child("block_2"), channels, 1)?,
         })
     }
 

@@ -25,10 +25,11 @@ impl Encoder {
         let (shallowest, deepest) = (channels[0], channels[channels.len() - 1]);
         let moments = 2 * config.latent_channels;
         let mut levels = Vec::with_capacity(channels.len());
+        let mut frames = config.temporal_factor;
         for (level, &width) in channels.iter().enumerate() {
             let scope = scope.child("down").child(level);
             let blocks = (0..config.layers_per_block)
-                .map(|b| ResBlock::load(&scope.child("block").child(b), width))
+                .map(|b| ResBlock::load(&scope.child("block").child(b), width, frames))
                 .collect::<Result<Vec<_>, _>>()?;
             // Frames shrink at the deepest levels.
             let temporal = level >= config.spatial_levels() - config.temporal_levels();
@@ -41,6 +42,9 @@ impl Encoder {
                 )
             });
             levels.push((blocks, down.transpose()?));
+            if temporal && level < config.spatial_levels() {
+                frames /= 2;
+            }
         }
         Ok(Self {
             conv_in: scope
@@ -49,7 +53,9 @@ impl Encoder {
             levels,
             mid: Mid::load(&scope.child("mid"), deepest)?,
             norm_out: scope.child("norm_out").affine(deepest)?,
-            conv_out: scope.child("conv_out").conv3d(deepest, moments, 3)?,
+            conv_out: scope
+                .child("conv_out")
+                .conv3d_of_one_frame(deepest, moments, 3)?,
             moments,
         })
     }

@@ -8,6 +8,7 @@ mod resample;
 mod tiling;
 
 use kernels::Tensor;
+use parallel::Collective;
 
 use self::decoder::Decoder;
 use self::encoder::Encoder;
@@ -79,12 +80,62 @@ impl Vae {
     /// # Errors
     /// `Internal` when the decoder was not loaded or the channels do not match.
     pub fn decode_values(&self, latents: &Latents, tiles: Tiles) -> Result<Tensor, ModelError> {
-        let frames = self.decode_frames(&self.unscale(latents), tiles, &mut |_, _| {})?;
-        let shape = [frames.dim(1), frames.dim(2), frames.dim(3), frames.dim(4)];
-        let last = frames
-            .reshape(&shape)?
-            .narrow0(shape[0].saturating_sub(1), 1)?;
-        Ok(last.reshape(&shape[1..])?)
+        let (decoder, z) = self.decoded(&self.unscale(latents))?;
+        let (tile, side) = (self.latent_tile(), self.config.sample_size);
+        let last = match self.overlap(tiles, &z, tile) {
+            None => decoder.last_frame(&z)?,
+            Some(overlap) => {
+                Tiling::new(tile, side, overlap)?.run(&z, |t| decoder.last_frame(t))?
+            }
+        };
+        Ok(last.reshape(&[last.dim(2), last.dim(3), last.dim(4)])?)
+    }
+
+    /// Like a tiled [`Vae::decode_values`], bit for bit, with the tiles dealt out over the ranks of `group`,
+    /// each of which has the decoder and gets the whole picture. A picture of one tile is decoded by each.
+    ///
+    /// # Errors
+    /// Those of [`Vae::decode_values`]; `Ranks` when another rank fails.
+    pub fn decode_values_over(
+        &self,
+        group: &dyn Collective,
+        latents: &Latents,
+        overlap: f64,
+    ) -> Result<Tensor, ModelError> {
+        let (decoder, z) = self.decoded(&self.unscale(latents))?;
+        let (tile, side) = (self.latent_tile(), self.config.sample_size);
+        let Some(overlap) = self.overlap(Tiles::Overlapping(overlap), &z, tile) else {
+            return self.decode_values(latents, Tiles::Whole);
+        };
+        let tiling = Tiling::new(tile, side, overlap)?;
+        let tiles = tiling.tiles(&z)?;
+        let scale = side / tile;
+        let shape = |t: &Tensor| {
+            let (height, width) = (t.dim(2) * scale, t.dim(3) * scale);
+            [1, 1, height, width, self.config.out_channels]
+        };
+        let values = |t: &Tensor| shape(t).iter().product::<usize>();
+        let largest = tiles.iter().map(values).max().unwrap_or(0);
+        let (ranks, own) = (group.size(), group.index());
+        let mut mine = Vec::new();
+        for tile in tiles.iter().skip(own).step_by(ranks) {
+            mine.extend(decoder.last_frame(tile)?.to_f32_vec());
+            mine.resize(mine.len().next_multiple_of(largest), 0.0);
+        }
+        // Every rank sends as much as the one with the most tiles.
+        let each = tiles.len().div_ceil(ranks) * largest;
+        mine.resize(each, 0.0);
+        let all = group.all_gather(mine)?.wait()?;
+        let mut number = 0;
+        let picture = tiling.run(&z, |t| {
+            let from = number % ranks * each + number / ranks * largest;
+            number += 1;
+            Ok(Tensor::from_f32(
+                &shape(t),
+                all[from..from + values(t)].to_vec(),
+            )?)
+        })?;
+        Ok(picture.reshape(&[picture.dim(2), picture.dim(3), picture.dim(4)])?)
     }
 
     /// All frames `[1, t, h, w, 3]` (before clamping) of unscaled latents `[latent, h, w]`. `see` gets named
@@ -98,19 +149,7 @@ impl Vae {
         tiles: Tiles,
         see: &mut dyn FnMut(&str, &Tensor),
     ) -> Result<Tensor, ModelError> {
-        let decoder = self.decoder.as_ref().ok_or_else(|| {
-            ModelError::Internal("the vae decoder was not loaded (LoadOptions.vae_decoder)".into())
-        })?;
-        if z.channels() != self.config.latent_channels {
-            return Err(ModelError::Internal(format!(
-                "latents have {} channels, the vae takes {}",
-                z.channels(),
-                self.config.latent_channels
-            )));
-        }
-        let z = z
-            .to_tensor()?
-            .reshape(&[1, 1, z.height(), z.width(), z.channels()])?;
+        let (decoder, z) = self.decoded(z)?;
         let (tile, side) = (self.latent_tile(), self.config.sample_size);
         match self.overlap(tiles, &z, tile) {
             None => decoder.forward(&z, see),
@@ -176,6 +215,24 @@ impl Vae {
             .map(|((m, lv), n)| (m + (0.5 * lv).exp() * n - shift) * scale)
             .collect();
         Latents::new(mean.channels(), mean.height(), mean.width(), data)
+    }
+
+    /// The decoder, and unscaled latents as it takes them, `[1, 1, h, w, latent]`.
+    fn decoded(&self, z: &Latents) -> Result<(&Decoder, Tensor), ModelError> {
+        let decoder = self.decoder.as_ref().ok_or_else(|| {
+            ModelError::Internal("the vae decoder was not loaded (LoadOptions.vae_decoder)".into())
+        })?;
+        if z.channels() != self.config.latent_channels {
+            return Err(ModelError::Internal(format!(
+                "latents have {} channels, the vae takes {}",
+                z.channels(),
+                self.config.latent_channels
+            )));
+        }
+        let z = z
+            .to_tensor()?
+            .reshape(&[1, 1, z.height(), z.width(), z.channels()])?;
+        Ok((decoder, z))
     }
 
     /// Latents as the decoder takes them: divided by the scaling factor, then shifted.

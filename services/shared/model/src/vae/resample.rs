@@ -7,6 +7,7 @@
 use kernels::{Conv3dWeight, Tensor, conv3d};
 use rayon::prelude::*;
 
+use super::blocks::conv3;
 use crate::error::ModelError;
 use crate::source::Scope;
 
@@ -105,10 +106,10 @@ impl Up {
         scope: &Scope<'_>,
         input: usize,
         output: usize,
-        temporal: bool,
+        (temporal, frames): (bool, usize),
     ) -> Result<Self, ModelError> {
         let cell = Cell::new(temporal);
-        let conv = scope.child("conv").conv3d(input, output * cell.size(), 3)?;
+        let conv = conv3(&scope.child("conv"), (input, output * cell.size()), frames)?;
         Ok(Self { conv, output, cell })
     }
 

@@ -39,6 +39,17 @@ impl Tiling {
         })
     }
 
+    /// The tiles of `x [1, t, h, w, c]`, row by row.
+    pub(super) fn tiles(&self, x: &Tensor) -> Result<Vec<Tensor>, ModelError> {
+        let tops = (0..x.dim(2)).step_by(self.stride);
+        let at = |top| {
+            (0..x.dim(3))
+                .step_by(self.stride)
+                .map(move |left| (top, left))
+        };
+        tops.flat_map(at).map(|at| cut(x, at, self.tile)).collect()
+    }
+
     /// Runs `each` over the tiles of `x [1, t, h, w, c]` and joins the results.
     pub(super) fn run(
         &self,
