@@ -162,24 +162,7 @@ impl Checked {
     /// # Errors
     /// A size that the model does not make; a model whose own defaults break the bounds.
     pub fn resolve(self, model: &ModelInfo, chance: &Source) -> Result<ValidRequest, RouterError> {
-        let mode = match self.mode {
-            Mode::Unspecified => writing::default_mode(model),
-            given => given,
-        };
-        writing::useful(mode, &self.sampling, self.drop_think)?;
-        writing::known_selector(&self.system_prompt_name, model)?;
-        if mode == Mode::Text {
-            self.no_picture()?;
-        }
-        if self.align_image_size && self.images.is_empty() {
-            let reason = "must be absent or false without pictures to align to";
-            return Err(RouterError::invalid("align_image_size", reason));
-        }
-        let open_size = match self.size.as_str() {
-            AUTO_SIZE => Some(OpenSize::Model),
-            "" if !self.images.is_empty() => Some(OpenSize::FirstImage),
-            _ => None,
-        };
+        let (mode, open_size) = (self.mode_of(model)?, self.open_size());
         let wish = open_size.map_or(self.size.as_str(), |_| "");
         let size = sizes::choose(&model.buckets, wish, self.policy)?;
         let (default_steps, default_guidance) = (model.default_steps, model.default_guidance);
@@ -238,6 +221,32 @@ impl Checked {
         })
     }
 
+    /// The mode, the fields of which fit together and are the model's.
+    fn mode_of(&self, model: &ModelInfo) -> Result<Mode, RouterError> {
+        let mode = match self.mode {
+            Mode::Unspecified => writing::default_mode(model),
+            given => given,
+        };
+        writing::useful(mode, &self.sampling, self.drop_think)?;
+        writing::known_selector(&self.system_prompt_name, model)?;
+        if mode == Mode::Text {
+            self.no_picture()?;
+        }
+        if self.align_image_size && self.images.is_empty() {
+            let reason = "must be absent or false without pictures to align to";
+            return Err(RouterError::invalid("align_image_size", reason));
+        }
+        Ok(mode)
+    }
+
+    fn open_size(&self) -> Option<OpenSize> {
+        match self.size.as_str() {
+            AUTO_SIZE => Some(OpenSize::Model),
+            "" if !self.images.is_empty() => Some(OpenSize::FirstImage),
+            _ => None,
+        }
+    }
+
     /// Refuses what only a picture has.
     fn no_picture(&self) -> Result<(), RouterError> {
         let given = [
@@ -247,6 +256,7 @@ impl Checked {
             ("quality", self.quality != Quality::Unspecified),
             ("n", self.n != 1),
             ("align_image_size", self.align_image_size),
+            ("previews", self.previews > 0),
         ];
         match given.into_iter().find(|(_, given)| *given) {
             Some((field, _)) => {
