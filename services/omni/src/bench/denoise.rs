@@ -12,7 +12,7 @@ use model::{
     DenoiseJob, JobSpec, LoadOptions, Model, ModelConfig, Parts, PrefixKv,
     backbone::{Probe, Site},
 };
-use parallel::RankContext;
+use parallel::{Plan, RankContext};
 use serde_json::{Value, json};
 
 use super::{
@@ -65,17 +65,23 @@ pub(crate) struct DenoiseArgs {
     /// Run on this GPU, by its number (builds with the feature `cuda`).
     #[arg(long, value_name = "NUMBER")]
     gpu: Option<usize>,
+    /// Run on so many GPUs, from number 0 or --gpu on, under a plan.
+    #[arg(long, value_name = "COUNT", requires = "plan")]
+    gpus: Option<usize>,
+    /// How several GPUs share the work, like cfg=2,ep=cfg.
+    #[arg(long, requires = "gpus")]
+    plan: Option<Plan>,
     /// How the GPU holds the large matrices.
-    #[arg(long, value_enum, default_value_t, requires = "gpu")]
+    #[arg(long, value_enum, default_value_t)]
     weights: Weights,
     /// Layers that stay on the GPU; the others travel from the host in every step. Without it: all stay.
-    #[arg(long, value_name = "LAYERS", requires = "gpu")]
+    #[arg(long, value_name = "LAYERS")]
     resident_layers: Option<usize>,
     /// Pictures of the batch, WIDTHxHEIGHT@GUIDANCE, instead of --size and --rows.
-    #[arg(long, value_delimiter = ',', value_name = "PICTURES", requires = "gpu")]
+    #[arg(long, value_delimiter = ',', value_name = "PICTURES")]
     pictures: Vec<String>,
     /// Also denoise and decode one whole picture.
-    #[arg(long, requires = "gpu")]
+    #[arg(long)]
     whole: bool,
 }
 
@@ -111,8 +117,13 @@ pub(crate) fn run(args: &DenoiseArgs) -> Result<String, OmniError> {
         }
     }
     crate::roles::set_threads(args.threads)?;
-    if let Some(ordinal) = args.gpu {
-        return print(&on_gpu(args, ordinal)?);
+    if args.gpu.is_some() || args.gpus.is_some() {
+        return print(&on_gpu(args, args.gpu.unwrap_or(0))?);
+    }
+    if args.whole || args.resident_layers.is_some() || !args.pictures.is_empty() {
+        return Err(bad(
+            "whole, resident-layers and pictures need --gpu or --gpus",
+        ));
     }
     let model = open(args)?;
     let mut jobs = jobs(args, &model)?;
@@ -147,6 +158,11 @@ fn on_gpu(_args: &DenoiseArgs, _ordinal: usize) -> Result<Value, OmniError> {
 fn on_gpu(args: &DenoiseArgs, ordinal: usize) -> Result<Value, OmniError> {
     use super::gpu::{GpuBench, Picture, run};
 
+    let plan = args.plan.unwrap_or_default();
+    let ranks = plan.mesh().map_err(|e| bad(format!("plan: {e}")))?.ranks();
+    if ranks != args.gpus.unwrap_or(1) {
+        return Err(bad(format!("gpus: plan {plan} has {ranks} ranks")));
+    }
     let config = match &args.model {
         Some(dir) => ModelConfig::from_dir(dir).map_err(model_error)?,
         None => config(args)?,
@@ -168,6 +184,7 @@ fn on_gpu(args: &DenoiseArgs, ordinal: usize) -> Result<Value, OmniError> {
         config,
         checkpoint: args.model.as_ref(),
         ordinal,
+        plan,
         weights: args.weights.into(),
         resident_layers: args.resident_layers,
         pictures,

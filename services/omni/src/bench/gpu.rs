@@ -1,14 +1,15 @@
-//! `omni bench denoise --gpu`: denoising steps, and whole pictures, on one GPU.
+//! `omni bench denoise --gpu`: denoising steps, and whole pictures, on one GPU or several under a plan.
 use std::{path::PathBuf, sync::Arc};
 
 use base::clock;
 use model::{
     JobOptions, JobSpec, ModelConfig, PrefixKv,
     gpu::{
-        GpuJob, GpuJobSpec, GpuModel, GpuOptions, GpuPrefix, GpuVae, GpuVaeParts, Timings, Watch,
-        WeightType,
+        GpuGroup, GpuJob, GpuJobSpec, GpuModel, GpuOptions, GpuPrefix, GpuShare, GpuVae,
+        GpuVaeParts, Timings, Watch, WeightType,
     },
 };
+use parallel::Plan;
 use serde_json::{Value, json};
 
 use super::{
@@ -26,7 +27,9 @@ pub(super) struct GpuBench<'a> {
     /// Its weights are made up where there is no checkpoint.
     pub(super) config: ModelConfig,
     pub(super) checkpoint: Option<&'a PathBuf>,
+    /// The GPU, or that of the first rank: the others have the next ones.
     pub(super) ordinal: usize,
+    pub(super) plan: Plan,
     pub(super) weights: WeightType,
     pub(super) resident_layers: Option<usize>,
     pub(super) pictures: Vec<Picture>,
@@ -63,6 +66,18 @@ impl std::str::FromStr for Picture {
 
 /// Runs the measurement.
 pub(super) fn run(bench: &GpuBench<'_>) -> Result<Value, OmniError> {
+    let ranks = bench.plan.mesh().map_err(|e| bad(e.to_string()))?.ranks();
+    if ranks == 1 {
+        return measure(bench, None);
+    }
+    super::gpu_plan::run(bench, ranks)
+}
+
+/// Runs the measurement on one GPU, or as one rank of a plan.
+pub(super) fn measure(
+    bench: &GpuBench<'_>,
+    rank: Option<(GpuShare, Arc<dyn GpuGroup>)>,
+) -> Result<Value, OmniError> {
     let rows = |p: &Picture| {
         if bench.config.guidance_needs_two_rows(p.guidance) {
             2
@@ -83,9 +98,15 @@ pub(super) fn run(bench: &GpuBench<'_>) -> Result<Value, OmniError> {
         text: false,
     };
     let begun = clock::now();
-    let mut model = match bench.checkpoint {
-        Some(dir) => GpuModel::open(dir, options),
-        None => GpuModel::random(bench.config.clone(), options, bench.seed),
+    let first = rank.as_ref().is_none_or(|(share, _)| share.rank() == 0);
+    let config = bench.config.clone();
+    let mut model = match (bench.checkpoint, rank) {
+        (Some(dir), None) => GpuModel::open(dir, options),
+        (Some(dir), Some((share, group))) => GpuModel::open_rank(dir, options, share, group),
+        (None, None) => GpuModel::random(config, options, bench.seed),
+        (None, Some((share, group))) => {
+            GpuModel::random_rank(config, options, bench.seed, share, group)
+        }
     }
     .map_err(model_error)?;
     let load_s = clock::millis_since(begun) / 1e3;
@@ -102,7 +123,7 @@ pub(super) fn run(bench: &GpuBench<'_>) -> Result<Value, OmniError> {
         model
             .watched_step(&mut packed, &mut watch)
             .map_err(model_error)?;
-        synchronize(&model)?;
+        model.wait().map_err(model_error)?;
         if index >= WARM_UP_STEPS {
             wall.push(clock::millis_since(begun));
         }
@@ -112,16 +133,9 @@ pub(super) fn run(bench: &GpuBench<'_>) -> Result<Value, OmniError> {
     report["load_seconds"] = json!(load_s);
     if bench.whole {
         drop(jobs);
-        report["whole"] = whole(bench, &mut model)?;
+        report["whole"] = whole(bench, &mut model, first)?;
     }
     Ok(report)
-}
-
-fn synchronize(model: &GpuModel) -> Result<(), OmniError> {
-    model
-        .gpu()
-        .synchronize()
-        .map_err(|error| model_error(error.into()))
 }
 
 /// Room for all prefixes and fresh tokens, with some to spare.
@@ -129,7 +143,7 @@ fn kv_bytes(bench: &GpuBench<'_>, tokens: usize) -> usize {
     let config = &bench.config;
     let token = 2 * config.num_kv_heads * config.head_dim * 2;
     let prefixes = 2 * bench.pictures.len() * (bench.prefix + 128) * config.num_layers();
-    (prefixes + tokens + 256 * bench.pictures.len()) * token * 5 / 4 + (1 << 20)
+    (prefixes + tokens + 1024 * bench.pictures.len()) * token * 5 / 4 + (1 << 20)
 }
 
 fn jobs(
@@ -149,7 +163,7 @@ fn jobs(
             cond: None,
             uncond: None,
         };
-        let mut prefix = |salt: u64| -> Result<Arc<GpuPrefix>, OmniError> {
+        let prefix = |salt: u64| -> Result<Arc<GpuPrefix>, OmniError> {
             let made = random_prefix(bench, seed ^ salt)?;
             Ok(Arc::new(model.upload(&made).map_err(model_error)?))
         };
@@ -176,8 +190,8 @@ fn random_prefix(bench: &GpuBench<'_>, seed: u64) -> Result<PrefixKv, OmniError>
     denoise::prefix_values(geometry, bench.prefix, seed)
 }
 
-/// One whole picture: every step, the decoder, and the picture on the host.
-fn whole(bench: &GpuBench<'_>, model: &mut GpuModel) -> Result<Value, OmniError> {
+/// One whole picture: every step, the decoder on the first rank, and the picture on the host.
+fn whole(bench: &GpuBench<'_>, model: &mut GpuModel, decodes: bool) -> Result<Value, OmniError> {
     let one = GpuBench {
         pictures: bench.pictures[..1].to_vec(),
         config: bench.config.clone(),
@@ -188,25 +202,27 @@ fn whole(bench: &GpuBench<'_>, model: &mut GpuModel) -> Result<Value, OmniError>
         encoder: false,
     };
     let gpu = model.gpu().clone();
-    let mut vae = match bench.checkpoint {
+    let open = || match bench.checkpoint {
         Some(dir) => GpuVae::open(&gpu, dir, parts),
         None => GpuVae::random(&gpu, &bench.config, parts, bench.seed),
-    }
-    .map_err(model_error)?;
+    };
+    let mut vae = decodes.then(open).transpose().map_err(model_error)?;
     let steps = bench.config.generation.steps;
     // The first picture also grows the scratch memory.
     let mut last = (0.0, 0.0);
     for _ in 0..2 {
         let mut job = jobs(&one, model, steps)?.remove(0);
-        synchronize(model)?;
+        model.wait().map_err(model_error)?;
         let begun = clock::now();
         while !job.is_done() {
             model.denoise_step(&mut [&mut job]).map_err(model_error)?;
         }
-        synchronize(model)?;
+        model.wait().map_err(model_error)?;
         let denoised = clock::millis_since(begun);
         let latents = job.latents().map_err(model_error)?;
-        vae.decode(&latents).map_err(model_error)?;
+        if let Some(vae) = &mut vae {
+            vae.decode(&latents).map_err(model_error)?;
+        }
         last = (denoised, clock::millis_since(begun));
     }
     Ok(json!({
@@ -228,10 +244,10 @@ fn report(
         let some = parts.iter().filter(|(name, _)| *name == what);
         some.map(|(_, ms)| *ms).collect()
     };
-    let layers: Vec<f64> = of("layer")
-        .chunks(config.num_layers())
-        .map(|step| step.iter().sum())
-        .collect();
+    // Stages have fewer layers, and go through them once a row.
+    let all = of("layer");
+    let each = (all.len() / wall.len().max(1)).max(1);
+    let layers: Vec<f64> = all.chunks(each).map(|step| step.iter().sum()).collect();
     let tokens: usize = jobs.iter().map(GpuJob::tokens).sum();
     let cell = config.pixels_per_token();
     let (mut in_layers, mut in_ends) = (0.0, 0.0);
@@ -253,6 +269,8 @@ fn report(
         "version": crate::cli::version(),
         "device": model.gpu().name(),
         "model": config.name,
+        "plan": bench.plan.to_string(),
+        "gpus": model.share().ranks(),
         "weights": if bench.checkpoint.is_some() { "checkpoint" } else { "random" },
         "weight_type": format!("{:?}", bench.weights).to_lowercase(),
         "layers": config.num_layers(),

@@ -7,6 +7,8 @@ mod flops;
 #[cfg(feature = "cuda")]
 mod gpu;
 #[cfg(feature = "cuda")]
+mod gpu_plan;
+#[cfg(feature = "cuda")]
 mod gpu_text;
 mod memory;
 mod transfer;

@@ -72,6 +72,9 @@ impl GpuJob {
             uncond,
         } = given;
         let config = &model.config;
+        let plan = model.share.shard().plan();
+        plan.check_guidance(spec.guidance)
+            .map_err(|e| ModelError::invalid("guidance", e.to_string()))?;
         let mut prefixes = vec![cond];
         if config.guidance_needs_two_rows(spec.guidance) {
             prefixes.push(uncond.ok_or_else(|| {

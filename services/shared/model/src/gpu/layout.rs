@@ -4,6 +4,7 @@
 
 use kernels::cuda::GpuType;
 
+use super::share::GpuShare;
 use crate::config::ModelConfig;
 use crate::error::ModelError;
 
@@ -29,18 +30,23 @@ impl WeightType {
     }
 }
 
-/// Sizes of one layer.
+/// Sizes of what one rank has of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LayerDims {
     pub(crate) hidden: usize,
     pub(crate) q_heads: usize,
     pub(crate) kv_heads: usize,
     pub(crate) head_dim: usize,
-    /// Routed experts.
+    /// Routed experts that are here, and the first of them.
     pub(crate) experts: usize,
+    pub(crate) first_expert: usize,
+    /// All routed experts.
+    pub(crate) routed: usize,
     pub(crate) top_k: usize,
-    /// Inner width of every expert.
+    /// Inner width of every expert, as far as it is here.
     pub(crate) inner: usize,
+    /// The whole inner width.
+    pub(crate) whole_inner: usize,
     /// Whether one more expert sees every token.
     pub(crate) shared: bool,
     pub(crate) qk_norm: bool,
@@ -51,7 +57,11 @@ impl LayerDims {
     ///
     /// # Errors
     /// `Unimplemented` for a shared expert of another width than the routed ones.
-    pub(crate) fn new(config: &ModelConfig, index: usize) -> Result<Self, ModelError> {
+    pub(crate) fn new(
+        config: &ModelConfig,
+        share: &GpuShare,
+        index: usize,
+    ) -> Result<Self, ModelError> {
         let moe = &config.layers[index];
         if let Some(width) = moe.shared_intermediate.filter(|w| *w != moe.intermediate) {
             return Err(ModelError::Unimplemented(format!(
@@ -59,14 +69,19 @@ impl LayerDims {
                 moe.intermediate
             )));
         }
+        let (q_heads, kv_heads) = share.projected();
+        let here = share.experts(moe.experts)?;
         Ok(Self {
             hidden: config.hidden_size,
-            q_heads: config.num_heads,
-            kv_heads: config.num_kv_heads,
+            q_heads,
+            kv_heads,
             head_dim: config.head_dim,
-            experts: moe.experts,
+            experts: here.len(),
+            first_expert: here.start,
+            routed: moe.experts,
             top_k: moe.top_k,
-            inner: moe.intermediate,
+            inner: share.inner(moe.intermediate),
+            whole_inner: moe.intermediate,
             shared: moe.shared_intermediate.is_some(),
             qk_norm: config.use_qk_norm,
         })
@@ -77,9 +92,9 @@ impl LayerDims {
         self.experts + usize::from(self.shared)
     }
 
-    /// Expert inputs of `tokens` tokens.
-    pub(crate) fn expert_rows(&self, tokens: usize) -> usize {
-        tokens * (self.top_k + usize::from(self.shared))
+    /// Most expert inputs of `tokens` tokens, of which `shared` go to the shared expert.
+    pub(crate) fn expert_rows(&self, tokens: usize, shared: usize) -> usize {
+        tokens * self.top_k + if self.shared { shared } else { 0 }
     }
 
     /// Columns of the joint projection.
@@ -170,8 +185,11 @@ mod tests {
             kv_heads: 8,
             head_dim: 128,
             experts: 64,
+            first_expert: 0,
+            routed: 64,
             top_k: 8,
             inner: 3072,
+            whole_inner: 3072,
             shared: true,
             qk_norm: true,
         }

@@ -5,9 +5,13 @@ use kernels::cuda::{GpuTensor, narrow_to_bf16};
 
 use super::GpuModel;
 use super::arena::KvLease;
+use super::deal::Deal;
+use super::group::Travel;
 use super::layer::Layer;
 use super::prefix::GpuPrefix;
-use super::rows::{GpuRow, pass};
+use super::rows::{GpuRow, PassTokens, pass};
+use super::share::Flow;
+use super::workspace::Extent;
 use crate::backbone::{RowSegment, segments};
 use crate::error::ModelError;
 use crate::input::RowInput;
@@ -83,7 +87,7 @@ impl GpuModel {
         self.batch = None;
         let parts = prepared(inputs, caches, &self.config)?;
         let tokens = inputs.iter().map(|row| row.ids.len()).sum();
-        let mut work = self.workspace(tokens)?;
+        let mut work = self.workspace(&Extent::alone(tokens))?;
         self.embed_text(inputs, &work.x)?;
         let mut places = Vec::with_capacity(tokens);
         for row in inputs {
@@ -91,7 +95,7 @@ impl GpuModel {
         }
         let table = rope_table(&places, self.config.head_dim, self.config.rope_theta)?;
         let upload = |t: &Tensor| GpuTensor::from_host(&self.gpu, t, "rotary table");
-        let rope = (upload(&table.cos)?, upload(&table.sin)?);
+        let (cos, sin) = (upload(&table.cos)?, upload(&table.sin)?);
         let rows: Vec<GpuRow<'_>> = inputs
             .iter()
             .zip(&parts)
@@ -102,9 +106,19 @@ impl GpuModel {
                 prefix: None,
                 at: cache.lease.place(),
                 appended: cache.tokens,
+                ring: Vec::new(),
             })
             .collect();
-        let pass = pass(self.shape, self.arena.tensor()?, &rows, rope)?;
+        let lengths: Vec<usize> = rows.iter().map(|row| row.tokens).collect();
+        let given = PassTokens {
+            pieces: &Deal::whole(&lengths),
+            cos,
+            sin,
+            flow: Flow::ALONE,
+            ranks: None,
+            travel: Travel::default(),
+        };
+        let pass = pass(self.shape, self.arena.tensor()?, &rows, given)?;
         let layers = self.small.len();
         for index in 0..layers {
             let block = self.store.block(index)?;

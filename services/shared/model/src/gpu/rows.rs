@@ -1,9 +1,14 @@
 //! The rows of a packed pass, as the kernels want them: slots, key runs and segments.
 
+use std::ops::Range;
+
 use kernels::cuda::{AttentionPlan, GpuAttnRow, GpuTensor, KvRun, KvSlot, KvSlots};
 use kernels::{AttnHeads, Segment, SegmentKind};
 
+use super::deal::Piece;
+use super::group::{Ranks, Travel};
 use super::layer::Pass;
+use super::share::{Attention, Flow};
 use crate::backbone::RowSegment;
 use crate::error::ModelError;
 
@@ -20,6 +25,15 @@ pub(crate) struct GpuRow<'a> {
     pub(crate) at: KvSlot,
     /// Earlier tokens at `at`.
     pub(crate) appended: usize,
+    /// In a ring, the fresh keys of each rank: this one's first, which `at` is too, then the others' in order.
+    pub(crate) ring: Vec<RingKeys>,
+}
+
+/// Fresh keys of a row that one rank of a ring computes, and where they are on this one.
+#[derive(Clone, Debug)]
+pub(crate) struct RingKeys {
+    pub(crate) tokens: Range<usize>,
+    pub(crate) at: KvSlot,
 }
 
 impl GpuRow<'_> {
@@ -47,64 +61,170 @@ pub(crate) struct PassShape {
     pub(crate) renormalise: bool,
 }
 
-/// Prepares a pass over `rows`, whose rotary tables are given for all their tokens in order.
+/// Which queries a pass has of its rows, and how it reaches other ranks.
+pub(crate) struct PassTokens<'a> {
+    /// In the order of the packed tokens.
+    pub(crate) pieces: &'a [Piece],
+    /// F32 `[tokens, head_dim]`, of the same tokens.
+    pub(crate) cos: GpuTensor,
+    pub(crate) sin: GpuTensor,
+    pub(crate) flow: Flow,
+    pub(crate) ranks: Option<Ranks>,
+    /// Fresh keys and values of a ring.
+    pub(crate) travel: Travel,
+}
+
+/// Prepares a pass over `rows`.
 pub(crate) fn pass(
     shape: PassShape,
     arena: GpuTensor,
     rows: &[GpuRow<'_>],
-    (cos, sin): (GpuTensor, GpuTensor),
+    given: PassTokens<'_>,
 ) -> Result<Pass, ModelError> {
-    let tokens = rows.iter().map(|row| row.tokens).sum();
-    let slots: Vec<KvSlot> = rows
+    let pieces = given.pieces;
+    let tokens = pieces.iter().map(|piece| piece.tokens.len()).sum();
+    let ring = given.flow.attention == Attention::Ring;
+    let slots: Vec<KvSlot> = pieces
         .iter()
-        .flat_map(|row| (0..row.tokens).map(|t| row.slot(t)))
-        .collect();
-    let keys: Vec<GpuAttnRow> = rows
-        .iter()
-        .map(|row| GpuAttnRow {
-            prefix: row.prefix,
-            fresh: KvRun {
-                at: row.at,
-                tokens: row.appended + row.tokens,
-            },
+        .flat_map(|piece| {
+            // In a ring a rank keeps the keys of its own tokens apart.
+            let first = if ring { piece.tokens.start } else { 0 };
+            let row = &rows[piece.row];
+            piece.tokens.clone().map(move |t| row.slot(t - first))
         })
         .collect();
-    let segments = segments(rows);
-    let attention = AttentionPlan::new(
-        &arena,
-        shape.heads,
-        shape.layers,
-        &keys,
-        (&segments, tokens),
-    )?;
+    let (layers, heads) = (shape.layers, shape.heads);
+    let (attention, parts) = if ring {
+        (None, ring_parts(shape, &arena, rows, (pieces, tokens))?)
+    } else {
+        let keys: Vec<GpuAttnRow> = rows
+            .iter()
+            .map(|row| GpuAttnRow {
+                prefix: row.prefix,
+                fresh: KvRun {
+                    at: row.at,
+                    tokens: row.appended + row.tokens,
+                },
+            })
+            .collect();
+        let queries = segments(rows, pieces);
+        let plan = AttentionPlan::new(&arena, heads, layers, &keys, (&queries, tokens))?;
+        (Some(plan), Vec::new())
+    };
     let gpu = arena.gpu().clone();
-    let slots = KvSlots::new(&gpu, &slots, shape.heads.kv, shape.layers, arena.dim(0))?;
+    let slots = KvSlots::new(&gpu, &slots, heads.kv, layers, arena.dim(0))?;
     Ok(Pass {
-        cos,
-        sin,
+        cos: given.cos,
+        sin: given.sin,
         slots,
         attention,
+        ring: parts,
         arena,
+        heads,
         eps: shape.eps,
         renormalise: shape.renormalise,
+        flow: given.flow,
+        ranks: given.ranks,
+        travel: given.travel,
     })
 }
 
-fn segments(rows: &[GpuRow<'_>]) -> Vec<Segment> {
-    let (mut out, mut base) = (Vec::new(), 0);
-    for (index, row) in rows.iter().enumerate() {
-        let past = row.past();
-        out.extend(row.segments.iter().map(|s| Segment {
-            row: index,
-            q: base + s.tokens.start..base + s.tokens.end,
-            kind: s.kind,
-            q_pos: match s.kind {
-                SegmentKind::Causal => past + s.tokens.start,
-                SegmentKind::Full => 0,
-            },
-            keys: past + s.tokens.end,
-        }));
-        base += row.tokens;
+/// Attention over the keys of each rank of a ring: this one first, with the prefixes, then the others in order.
+fn ring_parts(
+    shape: PassShape,
+    arena: &GpuTensor,
+    rows: &[GpuRow<'_>],
+    (pieces, tokens): (&[Piece], usize),
+) -> Result<Vec<AttentionPlan>, ModelError> {
+    let parts = rows.iter().map(|row| row.ring.len()).max().unwrap_or(0);
+    let mut plans = Vec::with_capacity(parts);
+    for part in 0..parts {
+        let keys: Vec<GpuAttnRow> = rows
+            .iter()
+            .map(|row| GpuAttnRow {
+                prefix: row.prefix.filter(|_| part == 0),
+                fresh: KvRun {
+                    at: row.ring[part].at,
+                    tokens: row.ring[part].tokens.len(),
+                },
+            })
+            .collect();
+        let queries = ring_segments(rows, pieces, part);
+        let queries = (&queries[..], tokens);
+        plans.push(AttentionPlan::partial(
+            arena,
+            shape.heads,
+            shape.layers,
+            &keys,
+            queries,
+        )?);
+    }
+    Ok(plans)
+}
+
+/// The parts of row segments that lie in pieces, with the packed tokens of each.
+fn cut<'a>(
+    rows: &'a [GpuRow<'_>],
+    pieces: &'a [Piece],
+) -> impl Iterator<Item = (usize, &'a RowSegment, Range<usize>, Range<usize>)> {
+    let mut base = 0;
+    pieces.iter().flat_map(move |piece| {
+        let start = base;
+        base += piece.tokens.len();
+        rows[piece.row].segments.iter().filter_map(move |s| {
+            let low = s.tokens.start.max(piece.tokens.start);
+            let high = s.tokens.end.min(piece.tokens.end);
+            let packed = |token: usize| start + token - piece.tokens.start;
+            (low < high).then(|| (piece.row, s, low..high, packed(low)..packed(high)))
+        })
+    })
+}
+
+fn segments(rows: &[GpuRow<'_>], pieces: &[Piece]) -> Vec<Segment> {
+    cut(rows, pieces)
+        .map(|(row, s, tokens, q)| {
+            let past = rows[row].past();
+            Segment {
+                row,
+                q,
+                kind: s.kind,
+                q_pos: match s.kind {
+                    SegmentKind::Causal => past + tokens.start,
+                    SegmentKind::Full => 0,
+                },
+                keys: past + s.tokens.end,
+            }
+        })
+        .collect()
+}
+
+/// What queries see of the keys of one part of a ring.
+fn ring_segments(rows: &[GpuRow<'_>], pieces: &[Piece], part: usize) -> Vec<Segment> {
+    let mut out = Vec::new();
+    for (row, s, tokens, q) in cut(rows, pieces) {
+        let past = if part == 0 { rows[row].past() } else { 0 };
+        let there = rows[row].ring[part].tokens.clone();
+        let seen = |end: usize| end.clamp(there.start, there.end) - there.start;
+        if s.kind == SegmentKind::Full {
+            out.push(Segment {
+                row,
+                q,
+                kind: SegmentKind::Full,
+                q_pos: 0,
+                keys: past + seen(s.tokens.end),
+            });
+            continue;
+        }
+        // Few tokens are causal: each sees a number of keys of its own.
+        for (query, token) in q.zip(tokens) {
+            out.push(Segment {
+                row,
+                q: query..query + 1,
+                kind: SegmentKind::Full,
+                q_pos: 0,
+                keys: past + seen(token + 1),
+            });
+        }
     }
     out
 }
@@ -132,9 +252,10 @@ mod tests {
             prefix,
             at,
             appended,
+            ring: Vec::new(),
         };
         let rows = [row(Some(KvRun { at, tokens: 7 }), 0), row(None, 3)];
-        let got = segments(&rows);
+        let got = segments(&rows, &crate::gpu::deal::Deal::whole(&[5, 5]));
         let seen: Vec<_> = got
             .iter()
             .map(|s| (s.row, s.q.clone(), s.q_pos, s.keys))

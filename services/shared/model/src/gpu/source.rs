@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use kernels::Tensor;
-use kernels::cuda::{Gpu, GpuTensor, GpuType, fill_random};
+use kernels::cuda::{Gpu, GpuTensor, GpuType, RowIndex, fill_random, gather_rows};
 
+use super::share::MatrixCut;
 use crate::error::ModelError;
 use crate::random::{name_hash, random_scale};
 use crate::weights::Checkpoint;
@@ -40,6 +41,42 @@ impl DeviceSource<'_> {
             Self::Random { .. } => {
                 let narrow = vec![half::bf16::from_f32(unit_or_zero(name)); out.numel()];
                 Ok(out.write_bytes(bytemuck::cast_slice(&narrow))?)
+            }
+        }
+    }
+
+    /// Writes a part of matrix `name`, whose whole shape must be `shape`, into `out` as bf16.
+    pub(crate) fn fill_part(
+        &self,
+        name: &str,
+        shape: &[usize; 2],
+        cut: &MatrixCut,
+        out: &GpuTensor,
+    ) -> Result<(), ModelError> {
+        if *cut == MatrixCut::Whole {
+            return self.fill(name, shape, out);
+        }
+        let whole = self.bf16(out.gpu(), name, shape)?;
+        match cut {
+            MatrixCut::Whole => Ok(out.copy_from(&whole)?),
+            MatrixCut::Rows(ranges) => {
+                let mut at = 0;
+                for range in ranges {
+                    let rows = whole.narrow0(range.start, range.len())?;
+                    out.narrow0(at, range.len())?.copy_from(&rows)?;
+                    at += range.len();
+                }
+                Ok(())
+            }
+            MatrixCut::Columns { parts, index } => {
+                // A row of the whole is `parts` rows of that width, of which one is taken.
+                let (rows, width) = (shape[0], shape[1] / parts);
+                let wanted: Vec<u32> = (0..rows)
+                    .map(|row| u32::try_from(row * parts + index).unwrap_or(u32::MAX))
+                    .collect();
+                let wanted = RowIndex::new(out.gpu(), &wanted, rows * parts)?;
+                let whole = whole.reshape(&[rows * parts, width])?;
+                Ok(gather_rows(&whole, &wanted, out)?)
             }
         }
     }

@@ -50,10 +50,11 @@ pub(crate) fn travelling(layers: usize, resident: usize) -> Vec<usize> {
 }
 
 impl LayerStore {
-    /// Loads every layer; `resident` of them stay on the device.
+    /// Loads every layer of this rank, from layer `first` of the model on; `resident` of them stay on the
+    /// device.
     pub(crate) fn load(
         gpu: &Arc<Gpu>,
-        loader: &Loader<'_>,
+        (loader, first): (&Loader<'_>, usize),
         (dims, weights): (&[LayerDims], WeightType),
         resident: usize,
     ) -> Result<Self, ModelError> {
@@ -77,13 +78,13 @@ impl LayerStore {
             if !store.travelling.contains(&index) {
                 let block = DeviceBuffer::new(gpu, layout.bytes, "weights of a layer")?;
                 let block = LayerBlock::of(&Arc::new(block), layout)?;
-                loader.fill(index, dims, &block)?;
+                loader.fill(first + index, dims, &block)?;
                 store.resident[index] = Some(block);
                 continue;
             }
             // Prepared on the device, since quantisation runs there, then kept on the host.
             let block = LayerBlock::of(&buffers[0], layout)?;
-            loader.fill(index, dims, &block)?;
+            loader.fill(first + index, dims, &block)?;
             let mut host = PinnedBuffer::new(gpu, layout.bytes)?;
             buffers[0].read(0, host.as_mut_slice())?;
             store.pinned[index] = Some(host);

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use kernels::cuda::{DeviceBuffer, E4m3Rows, Gpu, GpuTensor, GpuType, RouterWeight, quantize_rows};
 
 use super::layout::{LayerDims, LayerLayout, MatrixPiece, Piece, WeightType};
+use super::share::{GpuShare, MatrixCut};
 use super::source::DeviceSource;
 use crate::error::ModelError;
 
@@ -39,9 +40,17 @@ pub(crate) struct LayerBlock {
 pub(crate) struct Loader<'a> {
     gpu: Arc<Gpu>,
     source: DeviceSource<'a>,
+    share: &'a GpuShare,
     weights: WeightType,
     /// Room for the largest matrix in bf16, where it is quantised from there.
     staging: Option<Arc<DeviceBuffer>>,
+}
+
+/// A stored matrix and what of it is wanted.
+struct Stored {
+    name: String,
+    shape: [usize; 2],
+    cut: MatrixCut,
 }
 
 fn view(block: &Arc<DeviceBuffer>, piece: &Piece) -> Result<GpuTensor, ModelError> {
@@ -86,7 +95,7 @@ impl<'a> Loader<'a> {
     /// A loader for layers of these sizes.
     pub(crate) fn new(
         gpu: &Arc<Gpu>,
-        source: DeviceSource<'a>,
+        (source, share): (DeviceSource<'a>, &'a GpuShare),
         weights: WeightType,
         dims: &[LayerDims],
     ) -> Result<Self, ModelError> {
@@ -99,12 +108,13 @@ impl<'a> Loader<'a> {
         Ok(Self {
             gpu: gpu.clone(),
             source,
+            share,
             weights,
             staging: staging.transpose()?,
         })
     }
 
-    /// Fills the block of layer `index`.
+    /// Fills the block of layer `index` of the model.
     pub(crate) fn fill(
         &self,
         index: usize,
@@ -112,29 +122,37 @@ impl<'a> Loader<'a> {
         block: &LayerBlock,
     ) -> Result<(), ModelError> {
         let at = |name: &str| format!("model.layers.{index}.{name}.weight");
-        let h = dims.hidden;
-        self.matrix(
-            &at("self_attn.qkv_proj"),
-            [dims.qkv_width(), h],
-            &block.qkv,
-            0,
-        )?;
-        self.matrix(
-            &at("self_attn.o_proj"),
-            [h, dims.q_width()],
-            &block.output,
-            0,
-        )?;
+        let (h, shape, share) = (dims.hidden, self.share.shard().shape(), self.share);
+        let qkv = Stored {
+            name: at("self_attn.qkv_proj"),
+            shape: [(shape.heads + 2 * shape.kv_heads) * dims.head_dim, h],
+            cut: share.qkv(),
+        };
+        self.matrix(&qkv, &block.qkv, 0)?;
+        let output = Stored {
+            name: at("self_attn.o_proj"),
+            shape: [h, shape.heads * dims.head_dim],
+            cut: share.output(),
+        };
+        self.matrix(&output, &block.output, 0)?;
         for group in 0..dims.groups() {
             let expert = if group < dims.experts {
-                format!("mlp.experts.{group}")
+                format!("mlp.experts.{}", dims.first_expert + group)
             } else {
                 "mlp.shared_mlp".to_owned()
             };
-            let gate_up = at(&format!("{expert}.gate_and_up_proj"));
-            self.matrix(&gate_up, [2 * dims.inner, h], &block.gate_up, group)?;
-            let down = at(&format!("{expert}.down_proj"));
-            self.matrix(&down, [h, dims.inner], &block.down, group)?;
+            let gate_up = Stored {
+                name: at(&format!("{expert}.gate_and_up_proj")),
+                shape: [2 * dims.whole_inner, h],
+                cut: share.gate_up(dims.whole_inner)?,
+            };
+            self.matrix(&gate_up, &block.gate_up, group)?;
+            let down = Stored {
+                name: at(&format!("{expert}.down_proj")),
+                shape: [h, dims.whole_inner],
+                cut: share.down(),
+            };
+            self.matrix(&down, &block.down, group)?;
         }
         Ok(())
     }
@@ -144,7 +162,7 @@ impl<'a> Loader<'a> {
         let at = |name: &str| format!("model.layers.{index}.{name}.weight");
         let norm = |name: &str, width| self.source.bf16(&self.gpu, &at(name), &[width]);
         let head = |name: &str| dims.qk_norm.then(|| norm(name, dims.head_dim)).transpose();
-        let shape = [dims.experts, dims.hidden];
+        let shape = [dims.routed, dims.hidden];
         let router = self.source.f32(&self.gpu, &at("mlp.gate.wg"), &shape)?;
         Ok(LayerSmall {
             input_norm: norm("input_layernorm", dims.hidden)?,
@@ -155,23 +173,18 @@ impl<'a> Loader<'a> {
         })
     }
 
-    fn matrix(
-        &self,
-        name: &str,
-        shape: [usize; 2],
-        to: &Matrix,
-        group: usize,
-    ) -> Result<(), ModelError> {
+    fn matrix(&self, stored: &Stored, to: &Matrix, group: usize) -> Result<(), ModelError> {
         let (data, scale) = to.group(group)?;
+        let (name, shape) = (&stored.name, &stored.shape);
         match (self.weights, scale, &self.staging) {
             (WeightType::Fp8, Some(scales), Some(staging)) => {
-                let wide = GpuTensor::view(staging, 0, &shape, GpuType::Bf16)?;
-                self.source.fill(name, &shape, &wide)?;
+                let wide = GpuTensor::view(staging, 0, data.shape(), GpuType::Bf16)?;
+                self.source.fill_part(name, shape, &stored.cut, &wide)?;
                 let codes = &data;
                 let scales = &scales;
                 Ok(quantize_rows(&wide, E4m3Rows { codes, scales })?)
             }
-            _ => self.source.fill(name, &shape, &data),
+            _ => self.source.fill_part(name, shape, &stored.cut, &data),
         }
     }
 }

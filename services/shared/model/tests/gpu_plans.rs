@@ -1,0 +1,455 @@
+//! Plans of two GPUs beside one GPU.
+//!
+//! Needs an H100 or H200: `cargo test -p model --features cuda --test gpu_plans -- --ignored --test-threads 1`.
+//! With two GPUs the ranks reach each other through NCCL; with one they share it, and copies on the device take
+//! the place of NCCL.
+#![cfg(feature = "cuda")]
+#![allow(clippy::unwrap_used, clippy::print_stdout, missing_docs)]
+
+use std::path::Path;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+use kernels::cuda::{Comm, CommId, CommOptions, CudaError, Gpu, GpuTensor, Lane, Mark, Transfer};
+use model::gpu::{GpuGroup, GpuJob, GpuJobSpec, GpuModel, GpuOptions, GpuShare, Watch, WeightType};
+use model::{JobOptions, JobSpec, ModelConfig, ModelError, PrefixKv};
+use parallel::Plan;
+
+const FIXTURES: &str = concat!(
+    env!("CARGO_MANIFEST_DIR"),
+    "/../../../integration-tests/fixtures"
+);
+const STEPS: usize = 3;
+const RANKS: usize = 2;
+/// Longest wait for the other rank.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// What a rank has sent in the current round.
+struct Posted {
+    sent: Vec<(usize, GpuTensor)>,
+    ready: Mark,
+}
+
+#[derive(Default)]
+struct Rounds {
+    posted: Vec<Option<Arc<Posted>>>,
+    copied: Vec<Option<Arc<Mark>>>,
+    /// Ranks that have come to each phase, ever.
+    arrived: [usize; 2],
+    ended: Option<String>,
+}
+
+/// Ranks that are threads and share one GPU, or two without NCCL.
+struct Local {
+    rank: usize,
+    gpu: Arc<Gpu>,
+    rounds: Arc<(Mutex<Rounds>, Condvar)>,
+}
+
+impl std::fmt::Debug for Local {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Local")
+    }
+}
+
+impl Local {
+    /// Puts `give` on the table and waits until all ranks have. Nobody comes back to a phase before all have
+    /// passed the other one.
+    fn meet<T>(
+        &self,
+        phase: usize,
+        give: impl FnOnce(&mut Rounds),
+        take: impl Fn(&Rounds) -> Vec<T>,
+    ) -> Result<Vec<T>, CudaError> {
+        let (lock, changed) = &*self.rounds;
+        let mut rounds = lock.lock().unwrap();
+        give(&mut rounds);
+        rounds.arrived[phase] += 1;
+        let complete = rounds.arrived[phase].next_multiple_of(RANKS);
+        changed.notify_all();
+        loop {
+            if let Some(reason) = &rounds.ended {
+                return Err(CudaError::GroupEnded {
+                    reason: reason.clone(),
+                });
+            }
+            if rounds.arrived[phase] >= complete {
+                break;
+            }
+            let (next, timeout) = changed.wait_timeout(rounds, PATIENCE).unwrap();
+            rounds = next;
+            if timeout.timed_out() {
+                rounds.ended = Some("the other rank did not come".into());
+            }
+        }
+        Ok(take(&rounds))
+    }
+}
+
+impl GpuGroup for Local {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn ranks(&self) -> usize {
+        RANKS
+    }
+
+    fn gpu(&self) -> &Arc<Gpu> {
+        &self.gpu
+    }
+
+    fn exchange(&self, transfers: &[Transfer<'_>], _: Lane) -> Result<(), CudaError> {
+        let sent = transfers.iter().filter_map(|t| match t {
+            Transfer::Send { to, tensor } => Some((*to, (*tensor).clone())),
+            Transfer::Receive { .. } => None,
+        });
+        let posted = Arc::new(Posted {
+            sent: sent.collect(),
+            ready: self.gpu.mark()?,
+        });
+        let me = self.rank;
+        let all = self.meet(
+            0,
+            |r| r.posted[me] = Some(posted),
+            |r| r.posted.iter().map(|p| p.clone().unwrap()).collect(),
+        )?;
+        let mut taken = [0; RANKS];
+        for rank in &all {
+            self.gpu.wait_for(&rank.ready)?;
+        }
+        for transfer in transfers {
+            let Transfer::Receive { from, tensor } = transfer else {
+                continue;
+            };
+            let mut mine = all[*from].sent.iter().filter(|(to, _)| *to == me);
+            let (_, source) = mine.nth(taken[*from]).expect("something was sent");
+            taken[*from] += 1;
+            assert_eq!(source.shape(), tensor.shape());
+            tensor.copy_from(source)?;
+        }
+        let done = Arc::new(self.gpu.mark()?);
+        let all = self.meet(
+            1,
+            |r| r.copied[me] = Some(done),
+            |r| r.copied.iter().map(|p| p.clone().unwrap()).collect(),
+        )?;
+        for mark in &all {
+            self.gpu.wait_for(mark)?;
+        }
+        Ok(())
+    }
+
+    fn mark(&self) -> Result<Mark, CudaError> {
+        self.gpu.mark()
+    }
+
+    fn wait_for(&self, mark: &Mark) -> Result<(), CudaError> {
+        self.gpu.wait_for(mark)
+    }
+
+    fn wait(&self) -> Result<(), CudaError> {
+        self.gpu.synchronize()
+    }
+
+    fn abort(&self, reason: &str) {
+        let (lock, changed) = &*self.rounds;
+        lock.lock().unwrap().ended = Some(reason.to_owned());
+        changed.notify_all();
+    }
+}
+
+/// Both ends of a new group, made by their own threads.
+enum Meeting {
+    Nccl(CommId),
+    Local(Arc<(Mutex<Rounds>, Condvar)>),
+}
+
+impl Meeting {
+    fn new() -> Self {
+        if Gpu::count().unwrap() >= RANKS {
+            return Self::Nccl(CommId::new().unwrap());
+        }
+        let rounds = Rounds {
+            posted: vec![None; RANKS],
+            copied: vec![None; RANKS],
+            ..Rounds::default()
+        };
+        Self::Local(Arc::new((Mutex::new(rounds), Condvar::new())))
+    }
+
+    fn join(&self, rank: usize) -> Arc<dyn GpuGroup> {
+        match self {
+            Self::Nccl(id) => {
+                let gpu = Gpu::open(rank).unwrap();
+                let options = CommOptions {
+                    deadline: PATIENCE,
+                    blocks: None,
+                };
+                Arc::new(Comm::join(&gpu, id, rank, RANKS, &options).unwrap())
+            }
+            Self::Local(rounds) => Arc::new(Local {
+                rank,
+                gpu: Gpu::open(0).unwrap(),
+                rounds: rounds.clone(),
+            }),
+        }
+    }
+}
+
+fn golden() -> ModelConfig {
+    ModelConfig::from_dir(&Path::new(FIXTURES).join("golden/model")).unwrap()
+}
+
+/// The published sizes with two layers.
+fn published() -> ModelConfig {
+    let text = std::fs::read_to_string(Path::new(FIXTURES).join("published/config.json")).unwrap();
+    let value = serde_json::from_str(&text).unwrap();
+    let mut config = ModelConfig::parse(&value, &serde_json::json!({})).unwrap();
+    config.layers.truncate(2);
+    config
+}
+
+/// Velocities of every job in its first step, and final latents.
+type Seen = (Vec<Vec<f32>>, Vec<Vec<f32>>);
+
+/// Pictures of `sizes` (in tokens of 16 pixels), each with guidance, in one batch.
+fn denoise(model: &mut GpuModel, sizes: &[(usize, usize)], guidance: f64) -> Seen {
+    let config = model.config().clone();
+    let cell = config.pixels_per_token();
+    let geometry = kv_geometry(&config);
+    let mut jobs: Vec<GpuJob> = Vec::new();
+    for (index, (height, width)) in sizes.iter().enumerate() {
+        let seed = index as u64 + 1;
+        let prefix = |salt: u64, tokens: usize| {
+            let count = geometry.elements_per_token() * tokens;
+            let made = PrefixKv::new(geometry, tokens, values(seed * 10 + salt, count)).unwrap();
+            Arc::new(model.upload(&made).unwrap())
+        };
+        let given = GpuJobSpec {
+            spec: JobSpec {
+                height: height * cell,
+                width: width * cell,
+                steps: STEPS,
+                guidance,
+                seed,
+                cond: None,
+                uncond: None,
+            },
+            options: JobOptions::default(),
+            cond: prefix(1, 37),
+            uncond: Some(prefix(2, 37)),
+        };
+        jobs.push(GpuJob::new(model, given).unwrap());
+    }
+    let mut first = vec![Vec::new(); jobs.len()];
+    for step in 0..STEPS {
+        let mut see = |job: usize, velocity: &[f32]| first[job] = velocity.to_vec();
+        let mut watch = Watch::default();
+        if step == 0 {
+            watch.velocities = Some(&mut see);
+        }
+        let mut packed: Vec<&mut GpuJob> = jobs.iter_mut().collect();
+        model.watched_step(&mut packed, &mut watch).unwrap();
+    }
+    model.wait().unwrap();
+    let last = jobs.iter().map(|job| job.latents().unwrap());
+    (first, last.map(|l| l.data().to_vec()).collect())
+}
+
+fn kv_geometry(config: &ModelConfig) -> kv::KvGeometry {
+    kv::KvGeometry {
+        layers: config.num_layers(),
+        kv_heads: config.num_kv_heads,
+        head_dim: config.head_dim,
+        dtype: kv::KvDType::F32,
+    }
+}
+
+fn values(seed: u64, count: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1_u64 << 23) as f32 - 1.0
+    };
+    (0..count).map(|_| next()).collect()
+}
+
+fn relative(a: &[f32], b: &[f32]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let square = |v: f64| v * v;
+    let difference: f64 = a.iter().zip(b).map(|(a, b)| square(f64::from(a - b))).sum();
+    let size: f64 = b.iter().map(|b| square(f64::from(*b))).sum();
+    (difference / size).sqrt()
+}
+
+fn options(weights: WeightType) -> GpuOptions {
+    GpuOptions {
+        ordinal: 0,
+        weights,
+        max_tokens: 8192,
+        kv_bytes: 256 << 20,
+        resident_layers: None,
+        text: false,
+    }
+}
+
+type Open<'a> = dyn Fn(GpuShare, Arc<dyn GpuGroup>) -> Result<GpuModel, ModelError> + Sync + 'a;
+
+/// What each rank of `plan` sees.
+fn under(plan: &Plan, config: &ModelConfig, open: &Open<'_>, run: &Run<'_>) -> Vec<Seen> {
+    let meeting = Meeting::new();
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..RANKS)
+            .map(|rank| {
+                let meeting = &meeting;
+                scope.spawn(move || {
+                    let share = GpuShare::new(config, plan, rank).unwrap();
+                    let mut model = open(share, meeting.join(rank)).unwrap();
+                    run(&mut model)
+                })
+            })
+            .collect();
+        ranks.into_iter().map(|r| r.join().unwrap()).collect()
+    })
+}
+
+type Run<'a> = dyn Fn(&mut GpuModel) -> Seen + Sync + 'a;
+
+/// Plans, and whether they split no sum: those must give the same bits.
+const PLANS: [(&str, bool); 11] = [
+    ("cfg=2", true),
+    ("pp=2", true),
+    ("ulysses=2", true),
+    ("cfg=2,ep=cfg", false),
+    ("ulysses=2,ep=ulysses", false),
+    ("tp=2", false),
+    ("tp=2,ep=tp,shared_expert=replicated", false),
+    ("ring=2", false),
+    ("ring=2,ep=ring", false),
+    ("cfg=2,shared_expert=replicated", true),
+    ("pp=2,shared_expert=replicated", true),
+];
+
+/// Every plan beside the model alone; worst relative errors allowed of velocities.
+fn compare(
+    config: &ModelConfig,
+    alone: GpuModel,
+    open: &Open<'_>,
+    (run, bar): (&Run<'_>, f64),
+    what: &str,
+) {
+    let mut alone = alone;
+    let want = run(&mut alone);
+    drop(alone);
+    let mut wrong = Vec::new();
+    for (text, exact) in PLANS {
+        let plan: Plan = text.parse().unwrap();
+        let seen = under(&plan, config, open, run);
+        for (rank, got) in seen.iter().enumerate() {
+            let worst = |a: &[Vec<f32>], b: &[Vec<f32>]| {
+                let errors = a.iter().zip(b).map(|(a, b)| relative(a, b));
+                errors.fold(0.0, |most, e| if e > most || e.is_nan() { e } else { most })
+            };
+            let (velocity, latents) = (worst(&got.0, &want.0), worst(&got.1, &want.1));
+            println!("{what} {text} rank {rank}: velocity {velocity:.2e}, latents {latents:.2e}");
+            let limit = if exact { 0.0 } else { bar };
+            // A NaN is wrong too.
+            if !(velocity <= limit && latents <= limit) || *got != seen[0] {
+                wrong.push(format!("{text} rank {rank}: {velocity:.2e} {latents:.2e}"));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{what}: {wrong:?}");
+}
+
+#[test]
+#[ignore = "needs a Hopper GPU"]
+fn every_plan_of_two_gpus_draws_what_one_gpu_draws() {
+    let config = golden();
+    let dir = Path::new(FIXTURES).join("golden/model");
+    for (weights, bar) in [(WeightType::Bf16, 2e-2), (WeightType::Fp8, 6e-2)] {
+        let alone = GpuModel::open(&dir, options(weights)).unwrap();
+        let sizes = bucket_sizes(&config);
+        let run = |model: &mut GpuModel| denoise(model, &sizes, 5.0);
+        let open = |share, group| GpuModel::open_rank(&dir, options(weights), share, group);
+        let what = format!("golden {weights:?}");
+        compare(&config, alone, &open, (&run, bar), &what);
+    }
+}
+
+/// Two sizes that the model has.
+fn bucket_sizes(config: &ModelConfig) -> Vec<(usize, usize)> {
+    let buckets = model::Model::open(
+        &Path::new(FIXTURES).join("golden/model"),
+        model::LoadOptions::default(),
+    )
+    .unwrap();
+    let cell = config.pixels_per_token();
+    let all = &buckets.info().buckets;
+    [0, all.len() - 1]
+        .map(|i| (all[i].height / cell, all[i].width / cell))
+        .to_vec()
+}
+
+#[test]
+#[ignore = "needs a Hopper GPU"]
+fn every_plan_computes_the_published_sizes() {
+    let config = published();
+    for (weights, bar) in [(WeightType::Bf16, 1e-2), (WeightType::Fp8, 3e-2)] {
+        let alone = GpuModel::random(config.clone(), options(weights), 3).unwrap();
+        let run = |model: &mut GpuModel| denoise(model, &[(32, 32)], 5.0);
+        let open =
+            |share, group| GpuModel::random_rank(config.clone(), options(weights), 3, share, group);
+        let what = format!("published {weights:?}");
+        compare(&config, alone, &open, (&run, bar), &what);
+    }
+}
+
+#[test]
+#[ignore = "needs a Hopper GPU"]
+fn a_rank_that_fails_ends_the_other() {
+    let config = golden();
+    let plan: Plan = "cfg=2,ep=cfg".parse().unwrap();
+    let meeting = Meeting::new();
+    let dir = Path::new(FIXTURES).join("golden/model");
+    let sizes = bucket_sizes(&config);
+    std::thread::scope(|scope| {
+        for rank in 0..RANKS {
+            let (meeting, config, plan, dir, sizes) = (&meeting, &config, &plan, &dir, &sizes);
+            scope.spawn(move || {
+                let share = GpuShare::new(config, plan, rank).unwrap();
+                let group = meeting.join(rank);
+                // Rank 1 has too little memory for a pass.
+                let options = GpuOptions {
+                    max_tokens: if rank == 0 { 8192 } else { 2 },
+                    ..options(WeightType::Bf16)
+                };
+                let mut model = GpuModel::open_rank(dir, options, share, group).unwrap();
+                let failed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                    denoise(&mut model, &sizes[..1], 5.0)
+                }));
+                assert!(failed.is_err(), "rank {rank} went on");
+            });
+        }
+    });
+}
+
+#[test]
+fn plans_that_no_gpu_engine_runs_are_refused_before_anything_is_allocated() {
+    let config = golden();
+    for (plan, field) in [
+        ("tp=3", "plan"),
+        ("cfg=3", "plan"),
+        ("pp=99", "plan"),
+        ("cfg=2,tp=2", "unimplemented"),
+        ("ring=2,ring_prefix=sharded", "unimplemented"),
+        ("tp=2,ep=tp", "unimplemented"),
+        ("tp=2,shared_expert=replicated", "unimplemented"),
+    ] {
+        let refused = GpuShare::new(&config, &plan.parse().unwrap(), 0).unwrap_err();
+        assert!(refused.to_string().contains(field), "{plan}: {refused}");
+    }
+}
