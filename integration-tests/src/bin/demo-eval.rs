@@ -324,7 +324,10 @@ impl Evaluation<'_> {
         if self.spent.steps > 0 {
             let Spent { ms, steps, saved } = self.spent;
             let step = ms / steps as f64;
-            writeln!(out, "{steps} steps, {saved} of them saved, {step:.1} ms each\n")?;
+            writeln!(
+                out,
+                "{steps} steps, {saved} of them saved, {step:.1} ms each\n"
+            )?;
         }
         writeln!(out, "| mode | category | right | of |\n|---|---|---|---|")?;
         for (name, scores) in &self.scores {

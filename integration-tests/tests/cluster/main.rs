@@ -7,6 +7,7 @@ mod images;
 mod lifecycle;
 mod pool;
 mod reference;
+mod resume;
 
 /// The running system that these tests talk to.
 mod harness {
