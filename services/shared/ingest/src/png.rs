@@ -9,6 +9,9 @@ pub(crate) const SIGNATURE: &[u8; 8] = b"\x89PNG\r\n\x1a\n";
 /// Length, type and checksum around a chunk's data.
 const AROUND: usize = 12;
 
+/// Bytes of the largest palette.
+const MAX_PALETTE: usize = 3 * 256;
+
 /// Walks the chunks. Only those that make pixels are passed on: text and profiles may be bombs, and the
 /// frames of an animation are not shown.
 pub(crate) fn walk(bytes: &[u8]) -> Result<Walked<'_>, Reason> {
@@ -30,6 +33,13 @@ pub(crate) fn walk(bytes: &[u8]) -> Result<Walked<'_>, Reason> {
             b"IHDR" if header.is_none() => header = Some(ihdr(body)?),
             _ if header.is_none() => {
                 return Err(Reason::malformed(Format::Png, "IHDR does not come first"));
+            }
+            // Decoders rely on whole entries.
+            b"PLTE" if length == 0 || length % 3 != 0 || length > MAX_PALETTE => {
+                return Err(Reason::malformed(
+                    Format::Png,
+                    "its palette has a wrong length",
+                ));
             }
             b"IDAT" => data = true,
             b"eXIf" => exif = Some(body),

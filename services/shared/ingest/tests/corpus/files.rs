@@ -349,7 +349,16 @@ fn containers() -> Vec<File> {
     let mut gif_block = gif(&[rgba([1, 2, 3, 255])]);
     let end = gif_block.len() - 1;
     gif_block[end] = 0x99;
+    // The palette chunk, and one with a byte more than whole entries.
+    let palette = palette_png(png::BitDepth::Eight, &[BLUE, PINK].concat(), &[]);
+    let odd = [
+        &palette[..33],
+        &chunk(b"PLTE", &[1, 2, 3, 4, 5, 6, 7]),
+        &palette[33 + 18..],
+    ]
+    .concat();
     vec![
+        file("png with half an entry in its palette", odd, Malformed(Png)),
         file("png with a damaged chunk", flipped, Malformed(Png)),
         file("png without data", no_data, Cut(Png)),
         file("png whose header comes late", ihdr_late, Malformed(Png)),
