@@ -35,7 +35,7 @@ pub(crate) fn walk(bytes: &[u8]) -> Result<Walked<'_>, Reason> {
                 return Err(Reason::malformed(Format::Png, "IHDR does not come first"));
             }
             // Decoders rely on whole entries.
-            b"PLTE" if length == 0 || length % 3 != 0 || length > MAX_PALETTE => {
+            b"PLTE" if length == 0 || !length.is_multiple_of(3) || length > MAX_PALETTE => {
                 return Err(Reason::malformed(
                     Format::Png,
                     "its palette has a wrong length",
