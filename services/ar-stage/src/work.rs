@@ -2,10 +2,11 @@
 use std::sync::Arc;
 
 use base::clock;
-use kv_transfer::{KvClient, Lease, PublishRequest, Published};
+use kv_transfer::{CacheTerms, KvClient, Lease, PublishRequest, TransferError};
 use model::text::Sampling;
 use proto::v1::{
-    PrefillDone, PrefillResponse, PrefixRow, prefill_response::Event, prefix_row::Kind,
+    PrefillDone, PrefillResponse, PrefixHandle, PrefixRow, prefill_response::Event,
+    prefix_row::Kind,
 };
 use stage::{Ranks, StageError};
 
@@ -17,6 +18,8 @@ use crate::{
     run::{Outcome, Run},
 };
 
+/// The one tenant there is.
+const TENANT: &str = "default";
 /// What the model warms up with.
 const WARM_UP_PROMPT: &str = "warm up";
 
@@ -30,8 +33,21 @@ pub(crate) async fn publish(
 ) -> Result<Answer<Lease>, StageError> {
     let start = clock::now();
     let written = outcome.written;
-    let mut published: Vec<(Kind, Published)> = Vec::new();
+    let refused = |error: TransferError| StageError::of(&error);
+    // One request after the other: two that each hold one row of a full pool would wait for ever.
+    let _turn = client.turn().await.map_err(refused)?;
+    let mut published: Vec<(Kind, PrefixHandle, Lease)> = Vec::new();
     for (kind, identity, prefix) in outcome.rows {
+        let terms = CacheTerms {
+            scope: scope(kind).to_owned(),
+            cost_us: u64::try_from(outcome.elapsed.as_micros()).unwrap_or(u64::MAX),
+        };
+        // The very same row may lie there already.
+        let found = client.lookup(endpoint, identity, &terms.scope, request_id);
+        if let Some((handle, lease)) = found.await.map_err(refused)? {
+            published.push((kind, handle, lease));
+            continue;
+        }
         let request = PublishRequest {
             request_id: request_id.to_owned(),
             identity,
@@ -40,17 +56,18 @@ pub(crate) async fn publish(
             payload: prefix.to_bytes(),
         };
         // When a later row fails, the leases of the earlier ones are dropped and their slots freed.
-        let row = client.publish(endpoint, request).await;
-        published.push((kind, row.map_err(|error| StageError::of(&error))?));
+        let row = client.publish_cached(endpoint, request, terms);
+        let row = row.await.map_err(refused)?;
+        published.push((kind, row.handle, row.lease));
     }
     let mut leases = Vec::new();
     let rows = published
         .into_iter()
-        .map(|(kind, row)| {
-            leases.push(row.lease);
+        .map(|(kind, handle, lease)| {
+            leases.push(lease);
             PrefixRow {
                 kind: kind.into(),
-                prefix: Some(row.handle),
+                prefix: Some(handle),
             }
         })
         .collect();
@@ -74,6 +91,14 @@ pub(crate) async fn publish(
         event: Some(Event::Done(done)),
     };
     Ok(Answer { response, leases })
+}
+
+/// Who may find a cached row: everybody the row without the prompt, the tenant all others.
+fn scope(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Uncond => "",
+        Kind::Cond | Kind::Unspecified => TENANT,
+    }
 }
 
 // Far below u32::MAX by the bounds of a sequence; saturate rather than wrap if that ever fails.
@@ -138,9 +163,12 @@ mod tests {
     const SOON: Duration = Duration::from_secs(10);
 
     /// A node service in this process; ends with its task.
-    async fn node() -> (String, task::Owned<()>) {
+    async fn node(cache_bytes: u64) -> (String, task::Owned<()>) {
         let engine = EngineConfig::only(Transport::Shm);
-        let config = ServiceConfig::new(engine, POOL_BYTES);
+        let config = ServiceConfig {
+            cache_bytes,
+            ..ServiceConfig::new(engine, POOL_BYTES)
+        };
         let listener = proto::server::bind("127.0.0.1:0", "listen").await.unwrap();
         let endpoint = format!("http://{}", listener.local_addr().unwrap());
         let host = Host {
@@ -197,7 +225,7 @@ mod tests {
 
     #[tokio::test(flavor = "multi_thread")]
     async fn a_row_is_released_when_the_other_one_finds_no_room() {
-        let (endpoint, _node) = node().await;
+        let (endpoint, _node) = node(0).await;
         let client = KvClient::new(ClientConfig::only(Transport::Shm)).unwrap();
         let rows = prefilled([POOL_BYTES * 3 / 4, POOL_BYTES / 2]);
         let refused = publish(&client, &endpoint, "one", rows).await.unwrap_err();
@@ -206,8 +234,33 @@ mod tests {
     }
 
     #[tokio::test(flavor = "multi_thread")]
+    async fn a_row_that_lies_in_the_pool_already_is_not_written_again() {
+        let (endpoint, _node) = node(POOL_BYTES).await;
+        let client = KvClient::new(ClientConfig::only(Transport::Shm)).unwrap();
+        let handles = |answer: &Answer<Lease>| {
+            let Some(Event::Done(done)) = &answer.response.event else {
+                panic!("{:?}", answer.response);
+            };
+            let of = |row: &PrefixRow| row.prefix.clone().unwrap();
+            done.rows.iter().map(of).collect::<Vec<_>>()
+        };
+        let rows = || prefilled([POOL_BYTES / 4; 2]);
+        let first = publish(&client, &endpoint, "one", rows()).await.unwrap();
+        let second = publish(&client, &endpoint, "two", rows()).await.unwrap();
+        assert_eq!(used(&endpoint).await, POOL_BYTES / 2);
+        for (one, two) in handles(&first).iter().zip(&handles(&second)) {
+            assert_eq!((one.slot, one.generation), (two.slot, two.generation));
+            assert_ne!(one.lease, two.lease, "each request has its own");
+        }
+        drop((first, second));
+        let third = publish(&client, &endpoint, "three", rows()).await.unwrap();
+        assert_eq!(used(&endpoint).await, POOL_BYTES / 2, "it stayed");
+        drop(third);
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
     async fn published_rows_name_their_leases_and_go_with_an_answer_that_nobody_reads() {
-        let (endpoint, _node) = node().await;
+        let (endpoint, _node) = node(0).await;
         let client = KvClient::new(ClientConfig::only(Transport::Shm)).unwrap();
         let rows = prefilled([POOL_BYTES / 4; 2]);
         let answer = publish(&client, &endpoint, "one", rows).await.unwrap();

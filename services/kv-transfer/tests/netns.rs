@@ -1,6 +1,6 @@
 //! Transfers between two network namespaces: a slow link, a link that loses packets, one that breaks for a
 //! while. Needs root and the tools ip, tc and nft; says so where it cannot run.
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::print_stdout)]
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;

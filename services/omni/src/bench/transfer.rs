@@ -14,6 +14,7 @@ use kv_transfer::engine::{EngineConfig, Transport};
 use kv_transfer::{ClientConfig, Host, KvClient, PublishRequest, ServiceConfig, service};
 use serde_json::{Value, json};
 
+use self::perftest::Beside;
 use super::{bad, json as print, median};
 use crate::error::OmniError;
 
@@ -173,7 +174,12 @@ struct Steps {
 
 impl Bench {
     /// Moves the prefix so many times; `out` takes it.
-    async fn rounds(&self, rounds: usize, out: &mut [u8]) -> Result<Steps, OmniError> {
+    async fn rounds(
+        &self,
+        rounds: usize,
+        out: &mut [u8],
+        mut beside: Option<&mut Beside>,
+    ) -> Result<Steps, OmniError> {
         let failed = |error| OmniError::of(&error);
         let mut steps = Steps::default();
         // The first round touches every page for the first time and does not count.
@@ -201,6 +207,9 @@ impl Bench {
                 steps.publish.push(published_ms);
                 steps.fetch.push(fetched_ms);
                 steps.copy.push(copied_ms);
+                if let Some(beside) = &mut beside {
+                    beside.round().await?;
+                }
             }
         }
         Ok(steps)
@@ -215,7 +224,9 @@ async fn measure(
     let bench = Bench::start(transport, tokens).await?;
     let bytes = bench.bytes();
     let mut out = vec![1u8; bytes];
-    let steps = bench.rounds(args.rounds, &mut out).await?;
+    let program = args.perftest.as_deref();
+    let mut beside = program.map(|program| Beside::new(program, transport, bytes));
+    let steps = bench.rounds(args.rounds, &mut out, beside.as_mut()).await?;
     let start = clock::now();
     drop(kv::chunk_crc32c(
         &out,
@@ -240,8 +251,8 @@ async fn measure(
         "reshard": fan::reshard(&bench).await?,
         "layers": fan::layers(&bench).await?,
     });
-    if let Some(program) = &args.perftest {
-        let beside = perftest::run(program, transport, bytes).await?;
+    if let Some(beside) = beside {
+        let beside = beside.medians();
         let rates = beside.iter().filter_map(|(_, rate)| *rate);
         let best = rates.fold(0.0, f64::max);
         let ours = match transport {

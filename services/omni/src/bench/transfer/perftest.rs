@@ -1,39 +1,68 @@
 //! `ucx_perftest` on the same transport and size.
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Output, Stdio};
 use std::time::Duration;
 
 use kv_transfer::engine::Transport;
 use tokio::process::Command;
 
-use crate::bench::bad;
+use crate::bench::{bad, median};
 use crate::error::OmniError;
 
 /// Its one-sided bandwidths.
 const TESTS: [&str; 2] = ["ucp_put_bw", "ucp_get"];
 /// Bytes that one run is meant to move.
-const VOLUME: usize = 512 << 20;
+const VOLUME: usize = 64 << 20;
 /// Fewest and most transfers of one run.
-const ROUNDS: [usize; 2] = [5, 2000];
+const ROUNDS: [usize; 2] = [3, 500];
 /// How long a server of it may take to listen.
 const SETTLE: Duration = Duration::from_millis(400);
 /// Longest run; some versions write very slowly over TCP.
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(10);
 
-/// GB/s of each test; none of one that takes longer than [`PATIENCE`].
-pub(super) async fn run(
-    program: &Path,
+/// What it measured so far; its rounds take turns with ours, so that both meet the same machine.
+#[derive(Debug)]
+pub(super) struct Beside {
+    program: PathBuf,
     transport: Transport,
     bytes: usize,
-) -> Result<Vec<(String, Option<f64>)>, OmniError> {
-    let mut rates = vec![];
-    for (index, test) in TESTS.into_iter().enumerate() {
-        rates.push((
-            test.to_owned(),
-            one(program, transport, bytes, (index, test)).await?,
-        ));
+    /// GB/s of each test. One that took longer than [`PATIENCE`] is not run again.
+    rates: [Option<Vec<f64>>; TESTS.len()],
+}
+
+impl Beside {
+    pub(super) fn new(program: &Path, transport: Transport, bytes: usize) -> Self {
+        Self {
+            program: program.to_owned(),
+            transport,
+            bytes,
+            rates: [const { Some(vec![]) }; TESTS.len()],
+        }
     }
-    Ok(rates)
+
+    /// One round of each test.
+    pub(super) async fn round(&mut self) -> Result<(), OmniError> {
+        for (index, test) in TESTS.into_iter().enumerate() {
+            let Some(rates) = &mut self.rates[index] else {
+                continue;
+            };
+            match one(&self.program, self.transport, self.bytes, (index, test)).await? {
+                Some(rate) => rates.push(rate),
+                None => self.rates[index] = None,
+            }
+        }
+        Ok(())
+    }
+
+    /// The median of each test; none of one that was too slow.
+    pub(super) fn medians(&self) -> Vec<(String, Option<f64>)> {
+        let of = |rates: &Option<Vec<f64>>| rates.as_deref().map(median);
+        TESTS
+            .iter()
+            .zip(&self.rates)
+            .map(|(test, rates)| ((*test).to_owned(), of(rates)))
+            .collect()
+    }
 }
 
 async fn one(
