@@ -120,7 +120,7 @@ mod tests {
             row(1, 1, 5, 39),
         ];
         for plan in [
-            "",
+            "single",
             "cfg=2",
             "cfg=2,ep=cfg",
             "tp=2",
