@@ -13,8 +13,8 @@ use parallel::RankContext;
 
 /// Pictures denoised in one packed pass.
 const PACKED: usize = 20;
-/// Points that FP8 may lose against bf16.
-const FP8_LOSS: f64 = 0.02;
+/// Share that FP8 may lose against bf16: two hundred pictures tell shares apart to about three points.
+const FP8_LOSS: f64 = 0.04;
 /// Least share of right pictures in bf16: the CPU's share is in the model's card.
 const RIGHT: f64 = 0.92;
 /// Pictures whose latents are compared with the CPU's.
