@@ -10,6 +10,9 @@
 // is kept short: probabilities are exp2(score) without a running maximum. Sums that leave the range in which
 // that is exact are found at the end, and their tiles are done again by `attention_128_exact`, which keeps
 // running maxima.
+//
+// Where few tokens with many keys make fewer tiles than there are multiprocessors, `attention_128_parts` has tiles
+// with a part of the keys: without maxima, outputs and sums of parts are just added.
 #include "attention_blocks.cuh"
 
 using namespace hopper;
@@ -48,6 +51,13 @@ __device__ __forceinline__ void issue_values(float (&o)[64], const uint32_t (&p)
     for (int k = 0; k < W / 16; ++k) multiply_values(o, &p[4 * k], b + k * 16 * 128 / 16);
 }
 
+__device__ __forceinline__ void add(float* to, float4 x) {
+    to[0] += x.x;
+    to[1] += x.y;
+    to[2] += x.z;
+    to[3] += x.w;
+}
+
 // Writes those of a warp's 16 rows that have a bit, through shared memory that only this warp uses.
 __device__ __forceinline__ void store_output(const Arguments& a, const Tile& tile, int first_token, uint8_t* staging,
                                              const float (&o)[64], const float (&inverse)[2], uint32_t rows) {
@@ -78,8 +88,9 @@ __device__ __forceinline__ void store_output(const Arguments& a, const Tile& til
 
 // A warpgroup. Its products go on from tile to tile: the last one of a tile is issued behind the first scores of
 // the next.
-template <bool kExact>
+template <Kind kKind>
 struct Consumer {
+    static constexpr bool kExact = kKind == Kind::kExact;
     const Shared& shared;
     const Arguments& a;
     const int w, warp, lane;
@@ -94,7 +105,7 @@ struct Consumer {
           a(a),
           // Told to be the same in the warp: the descriptors are then computed once, not by every lane.
           w(__shfl_sync(0xFFFFFFFF, threadIdx.x / 128 - 1, 0)),
-          warp(threadIdx.x / 32 % 4),
+          warp(__shfl_sync(0xFFFFFFFF, threadIdx.x / 32 % 4, 0)),
           lane(threadIdx.x % 32) {}
 
     __device__ __forceinline__ int buffer() const { return w * kQueryBuffers + turn.slot; }
@@ -146,14 +157,48 @@ struct Consumer {
         }
     }
 
+    __device__ __forceinline__ bool sum_parts(const Tile& tile);
     __device__ __forceinline__ void finish(int index);
     __device__ __forceinline__ void run();
 };
 
+// Leaves a warp's part for the warp that comes last, which has the sum of all parts then, in their order.
+template <Kind kKind>
+__device__ __forceinline__ bool Consumer<kKind>::sum_parts(const Tile& tile) {
+    const int count = (Steps<kKind>(a, tile).count + a.part_slots - 1) / a.part_slots;
+    float4* parts = a.parts + int64_t(tile.sum) * kPartPieces + lane;
+    float4* mine = parts + tile.part * kPartPieces;
+#pragma unroll
+    for (int i = 0; i < 64; i += 4) __stcg(mine + 8 * i, make_float4(o[i], o[i + 1], o[i + 2], o[i + 3]));
+    float* sum = softmax.sum;
+    __stcg(mine + 8 * 64, make_float4(sum[0], sum[1], sum[2], sum[3]));
+    __threadfence();
+    __syncwarp();
+    int arrived = 0;
+    if (lane == 0) arrived = atomicAdd(&a.sums[tile.sum].arrived, 1);
+    if (__shfl_sync(0xFFFFFFFF, arrived, 0) + 1 < count) return false;
+    __threadfence();
+    if (lane == 0) a.sums[tile.sum].arrived = 0;
+    begin();
+    for (int part = 0; part < count; ++part, parts += kPartPieces) {
+#pragma unroll
+        for (int i = 0; i < 64; i += 4) add(&o[i], __ldcg(parts + 8 * i));
+        add(sum, __ldcg(parts + 8 * 64));
+    }
+    return true;
+}
+
 // Writes what is finished of a tile.
-template <bool kExact>
-__device__ __forceinline__ void Consumer<kExact>::finish(int index) {
+template <Kind kKind>
+__device__ __forceinline__ void Consumer<kKind>::finish(int index) {
     const Tile tile = load_tile(a.tiles, index);
+    if constexpr (kKind == Kind::kParts) {
+        if (w * kWarpgroupTokens + warp * 4 >= tile.tokens) return;
+        if (tile.part >= 0) {
+            if (!sum_parts(tile)) return;
+            index = a.sums[tile.sum].whole;
+        }
+    }
     float inverse[2];
     bool ours[2];
 #pragma unroll
@@ -165,7 +210,7 @@ __device__ __forceinline__ void Consumer<kExact>::finish(int index) {
         const bool in_range = tile.visible_to(at) == 0 || fabsf(logarithm) < kRange;
         ours[r] = at < tile.tokens && !(kExact && in_range);
         if (!kExact && at < tile.tokens && !in_range && atomicExch(&a.again[index], 1) == 0) {
-            a.again[a.tile_count + atomicAdd(&a.scheduler->again, 1)] = index;
+            a.again[a.all_tiles + atomicAdd(&a.scheduler->again, 1)] = index;
         }
         if (a.lse != nullptr && lane % 4 == 0 && ours[r]) {
             const size_t head = size_t(tile.token + at) * a.query_heads + tile.kv_head * kGroup + lane / 4 % kGroup;
@@ -178,13 +223,13 @@ __device__ __forceinline__ void Consumer<kExact>::finish(int index) {
                  inverse, rows);
 }
 
-template <bool kExact>
-__device__ __forceinline__ void Consumer<kExact>::run() {
+template <Kind kKind>
+__device__ __forceinline__ void Consumer<kKind>::run() {
     int previous = -1;
     bool tailed = false;
     for (int index = next_tile(); index >= 0; index = next_tile()) {
         const Tile tile = load_tile(a.tiles, index);
-        const Steps steps(tile);
+        const Steps<kKind> steps(a, tile);
         const int least = tile.least();
         const int visible[2] = {tile.visible_to(token()), tile.visible_to(token() + 2)};
         float s[N / 2];
@@ -250,14 +295,14 @@ __device__ __forceinline__ void Consumer<kExact>::run() {
                 finish(previous);
             }
             begin();
-            soften(s, 0, factor);
+            soften(s, steps.first, factor);
             softmax.exponentiate(s, 0, N / 2);
             pack_probabilities<N>(s, p);
         }
         tailed = steps.tailed();
         previous = index;
-        const int whole = steps.count - (tailed ? 1 : 0);
-        for (int j = 1; j < whole; ++j) {
+        const int whole = steps.end - (tailed ? 1 : 0);
+        for (int j = steps.first + 1; j < whole; ++j) {
             const int key_slot = ring.slot;
             issue(s);
             issue_product<N>();
@@ -281,14 +326,14 @@ __device__ __forceinline__ void Consumer<kExact>::run() {
     finish(previous);
 }
 
-template <bool kExact>
+template <Kind kKind>
 __device__ __forceinline__ void consume(const Shared& shared, const Arguments& a) {
-    Consumer<kExact> consumer(shared, a);
+    Consumer<kKind> consumer(shared, a);
     if (consumer.w == kConsumers - 1) consumer.pass_turn();
     consumer.run();
 }
 
-template <bool kExact>
+template <Kind kKind>
 __device__ __forceinline__ void attend(const CUtensorMap* queries, const CUtensorMap* arena, const Arguments& a) {
     extern __shared__ __align__(1024) uint8_t memory[];
     Shared shared;
@@ -314,10 +359,10 @@ __device__ __forceinline__ void attend(const CUtensorMap* queries, const CUtenso
     __syncthreads();
     if (threadIdx.x < 128) {
         registers_give<kProducerRegisters>();
-        if (threadIdx.x == 0) produce<kExact>(shared, queries, arena, a);
+        if (threadIdx.x == 0) produce<kKind>(shared, queries, arena, a);
     } else {
         registers_take<kConsumerRegisters>();
-        consume<kExact>(shared, a);
+        consume<kKind>(shared, a);
     }
 }
 
@@ -326,13 +371,19 @@ __device__ __forceinline__ void attend(const CUtensorMap* queries, const CUtenso
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     attention_128(const __grid_constant__ CUtensorMap queries, const __grid_constant__ CUtensorMap arena,
                   const __grid_constant__ Arguments a) {
-    attend<false>(&queries, &arena, a);
+    attend<Kind::kWhole>(&queries, &arena, a);
 }
 
-// The tiles that the first kernel left, usually none.
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    attention_128_parts(const __grid_constant__ CUtensorMap queries, const __grid_constant__ CUtensorMap arena,
+                        const __grid_constant__ Arguments a) {
+    attend<Kind::kParts>(&queries, &arena, a);
+}
+
+// The tiles that the kernel before left, usually none.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     attention_128_exact(const __grid_constant__ CUtensorMap queries, const __grid_constant__ CUtensorMap arena,
                         const __grid_constant__ Arguments a) {
     if (a.scheduler->again == 0) return;
-    attend<true>(&queries, &arena, a);
+    attend<Kind::kExact>(&queries, &arena, a);
 }

@@ -26,8 +26,12 @@ struct Row {
     Source fresh;
 };
 
+// What a kernel does: tiles with all their keys, tiles of which some have a part of the keys, or tiles again that the
+// others could not do.
+enum class Kind { kWhole, kParts, kExact };
+
 // Consecutive query tokens of one row with all query heads of one KV head.
-struct __align__(16) Tile {
+struct Tile {
     int token;    // first packed token
     int tokens;   // queries; more tokens may follow in memory, which belong to other tiles
     int causal;   // of them, the first ones that see one key more each
@@ -36,6 +40,8 @@ struct __align__(16) Tile {
     int prefix;   // tokens of the prefix
     int row;
     int kv_head;
+    int part;     // which slots of keys; negative: all
+    int sum;      // where the first part of the sum is, of which it is one
 
     __device__ __forceinline__ int visible_to(int i) const { return i < causal ? visible + i : full; }
     __device__ __forceinline__ int most() const {
@@ -57,10 +63,17 @@ struct Scheduler {
     int finished_again;
 };
 
-__device__ __forceinline__ Tile load_tile(const Tile* tiles, int index) {
-    const int4* from = reinterpret_cast<const int4*>(tiles + index);
+// A sum of parts; zero before and after a launch.
+struct Sum {
+    int arrived;
+    int whole;  // the tile that is done again if need be
+};
+
+// The host writes eight numbers: the sum is above the tokens, the part (counted from 1) above the KV head.
+__device__ __forceinline__ Tile load_tile(const int* tiles, int index) {
+    const int4* from = reinterpret_cast<const int4*>(tiles) + 2 * index;
     const int4 a = __ldg(from), b = __ldg(from + 1);
-    return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    return {a.x, a.y & 0xFF, a.z, a.w, b.x, b.y, b.z, b.w & 0xFFFF, (b.w >> 16) - 1, a.y >> 8};
 }
 
 __device__ __forceinline__ float exp2_fast(float x) {

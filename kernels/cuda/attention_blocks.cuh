@@ -33,14 +33,21 @@ struct Arguments {
     __nv_bfloat16* out;   // [tokens, query heads * 128]
     float* lse;           // [tokens, query heads] natural logarithm of the sum, or null
     const Row* rows;
-    const Tile* tiles;
+    const int* tiles;     // `tile_count`, and those that are there in parts as a whole
     Scheduler* scheduler;
-    int* again;           // for each tile whether it is to be done again; then the list of those
+    int* again;           // for each of all tiles whether it is to be done again; then the list of those
+    Sum* sums;
+    float4* parts;        // `kPartPieces` of each part
     int tile_count;
+    int all_tiles;
+    int part_slots;       // of a part
     int layer;
     int query_heads;
     float scale;          // of scores, times log2(e); 1 where queries were made with it
 };
+
+// A part has the output and the sums of one warp, as its lanes have them.
+constexpr int kPartPieces = 32 * (64 + 4) / 4;
 
 struct Shared {
     uint8_t* base;
@@ -65,31 +72,40 @@ struct Cursor {
     }
 };
 
-// The slots of a tile: the prefix's, then those of this step's keys.
+// The slots of a tile, `first` to `end`: the prefix's, then those of this step's keys.
+template <Kind kKind>
 struct Steps {
-    int most, in_prefix, prefix_steps, count;
-    __device__ __forceinline__ explicit Steps(const Tile& tile) {
+    int most, in_prefix, prefix_steps, count, first, end;
+    __device__ __forceinline__ Steps(const Arguments& a, const Tile& tile) {
         most = tile.most();
         in_prefix = min(tile.prefix, most);
         prefix_steps = (in_prefix + N - 1) / N;
         // At least one, in which a query without keys has them all masked.
         count = max(1, prefix_steps + (most - in_prefix + N - 1) / N);
+        first = 0;
+        end = count;
+        if (kKind == Kind::kParts && tile.part >= 0) {
+            first = tile.part * a.part_slots;
+            end = min(count, first + a.part_slots);
+        }
     }
+    // Whether the last slot has so few keys, and is not the first.
     __device__ __forceinline__ bool tailed() const {
-        return count > prefix_steps + 1 && (most - in_prefix - 1) % N < kTail;
+        return end == count && end > first + 1 && end > prefix_steps && (most - in_prefix - 1) % N < kTail;
     }
 };
 
 // Tiles in the order of the list, or of the list of those that are done again.
-template <bool kExact>
+template <Kind kKind>
 struct Queue {
+    static constexpr bool kExact = kKind == Kind::kExact;
     const Arguments& a;
     int at, count;
     __device__ __forceinline__ explicit Queue(const Arguments& a)
         : a(a), at(blockIdx.x), count(kExact ? a.scheduler->again : a.tile_count) {}
     __device__ __forceinline__ int tile() const {
         if (at >= count) return -1;
-        return kExact ? a.again[a.tile_count + at] : at;
+        return kExact ? a.again[a.all_tiles + at] : at;
     }
     __device__ __forceinline__ void next() {
         at = gridDim.x + atomicAdd(kExact ? &a.scheduler->next_again : &a.scheduler->next, 1);
@@ -106,7 +122,7 @@ struct Queue {
     }
 };
 
-template <bool kExact>
+template <Kind kKind>
 __device__ void produce(const Shared& shared, const CUtensorMap* queries, const CUtensorMap* arena,
                         const Arguments& a) {
     Cursor<kSlots> ring;
@@ -119,12 +135,12 @@ __device__ void produce(const Shared& shared, const CUtensorMap* queries, const 
     };
     // Values follow the keys of the next step, be it another tile's, as they are read.
     int values = -1;
-    Queue<kExact> queue(a);
+    Queue<kKind> queue(a);
     for (int index = queue.tile(); index >= 0; index = queue.tile()) {
         const Tile tile = load_tile(a.tiles, index);
         const Row row = a.rows[tile.row];
         queue.next();
-        if (kExact) a.again[index] = 0;
+        if (kKind == Kind::kExact) a.again[index] = 0;
         for (int w = 0; w < kConsumers; ++w) {
             const int buffer = w * kQueryBuffers + turn.slot;
             barrier_wait(&shared.query_empty[buffer], turn.phase ^ 1);
@@ -136,8 +152,8 @@ __device__ void produce(const Shared& shared, const CUtensorMap* queries, const 
         turn.next();
         auto base = [&](const Source& s) { return s.first + a.layer * s.layer_stride + tile.kv_head * s.head_stride; };
         const int prefix = base(row.prefix), fresh = base(row.fresh);
-        const Steps steps(tile);
-        for (int j = 0; j < steps.count; ++j) {
+        const Steps<kKind> steps(a, tile);
+        for (int j = steps.first; j < steps.end; ++j) {
             const bool in_prefix = j < steps.prefix_steps;
             const int keys = in_prefix ? prefix + j * N : fresh + (j - steps.prefix_steps) * N;
             copy(keys);

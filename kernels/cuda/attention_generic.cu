@@ -18,7 +18,7 @@ struct GenericArguments {
     __nv_bfloat16* out;          // [tokens, query heads * dim]
     float* lse;                  // [tokens, query heads], or null
     const Row* rows;
-    const Tile* tiles;
+    const int* tiles;
     int q_stride;
     int token_stride;  // arena rows from one token of a head to the next
     int dim;

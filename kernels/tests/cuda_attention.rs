@@ -211,6 +211,40 @@ fn queries_that_carry_the_scale_give_the_same() {
     assert!(error(&got, &want.out.to_f32_vec()) < TOLERANCE);
 }
 
+#[test]
+#[ignore = "needs a GPU"]
+fn few_tokens_with_many_keys_are_summed_from_parts() {
+    let gpu = Gpu::open(0).unwrap();
+    let rows = [
+        spec(2000, 1, 0),
+        spec(700, 3, 0),
+        spec(511, 0, 2),
+        spec(512, 1, 0),
+        spec(40, 1, 0),
+        spec(600, 5, 0),
+    ];
+    let batch = batch(heads(8, 2, 128), &rows, 12);
+    let there = upload(&gpu, &batch);
+    let (segments, tokens) = (batch.segments(), batch.q.dim(0));
+    let plan = AttentionPlan::in_parts(
+        &there.arena,
+        batch.heads,
+        LAYERS,
+        &there.rows,
+        (&segments, tokens),
+    )
+    .unwrap();
+    let want = on_cpu(&batch);
+    let first = there.attend(&plan, batch.scale());
+    assert!(error(&first, &want.out.to_f32_vec()) < TOLERANCE);
+    let off = error(&there.lse.to_f32_vec().unwrap(), &want.lse.to_f32_vec());
+    assert!(off < 1e-3, "lse {off}");
+    // Whichever part comes last.
+    for _ in 0..10 {
+        assert_eq!(there.attend(&plan, batch.scale()), first);
+    }
+}
+
 /// Scores of hundreds, so that sums do not fit the fast kernel's range: some rows far above it, some below.
 #[test]
 #[ignore = "needs a GPU"]

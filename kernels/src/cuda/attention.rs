@@ -33,6 +33,8 @@ const PLAIN_TOKENS: usize = 8;
 const PLAIN_DIM: usize = 256;
 const PLAIN_THREADS: u32 = 256;
 
+/// What the lanes of a warp have of a part: 64 numbers of the output and 4 of the sums each.
+const PART_FLOATS: usize = 32 * (64 + 4);
 /// Queries that a warpgroup has and awaits.
 const QUERY_BUFFERS: usize = 2;
 /// Queries of a block's tile, or its outputs.
@@ -44,6 +46,14 @@ const SHARED_BYTES: usize = (QUERY_BUFFERS + 1) * TILE_BYTES
     + 2 * (SLOTS + CONSUMERS * QUERY_BUFFERS) * size_of::<u64>()
     + CONSUMERS * QUERY_BUFFERS * size_of::<i32>();
 
+/// How the keys of a plan are seen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Style {
+    Whole,
+    Partial,
+    Parts,
+}
+
 /// Who attends to what in a step, on the device; the same for every layer. Calls of a plan are in stream order: the
 /// blocks of a call count its tiles in it.
 #[derive(Clone, Debug)]
@@ -51,8 +61,14 @@ pub struct AttentionPlan {
     tables: GpuTensor,
     pub(super) heads: AttnHeads,
     pub(super) extent: Extent,
+    /// Outputs and sums of parts of tiles, while a call runs.
+    parts: GpuTensor,
     rows: usize,
     pub(super) tiles: usize,
+    /// With those that `tiles` has in parts.
+    all_tiles: usize,
+    /// Slots of keys that a part has.
+    part_slots: usize,
     pub(super) tokens: usize,
 }
 
@@ -65,7 +81,11 @@ struct Arguments {
     tiles: u64,
     scheduler: u64,
     again: u64,
+    sums: u64,
+    parts: u64,
     tile_count: i32,
+    all_tiles: i32,
+    part_slots: i32,
     layer: i32,
     query_heads: i32,
     scale: f32,
@@ -116,7 +136,13 @@ impl AttentionPlan {
         (segments, tokens): (&[Segment], usize),
     ) -> Result<Self> {
         let extent = Extent::of(arena, heads, layers)?;
-        Self::upload(arena.gpu(), heads, extent, rows, (segments, tokens, false))
+        Self::upload(
+            arena.gpu(),
+            heads,
+            extent,
+            rows,
+            (segments, tokens, Style::Whole),
+        )
     }
 
     /// [`AttentionPlan::new`] for attention over some of the keys, whose parts are merged by their `lse`:
@@ -133,7 +159,37 @@ impl AttentionPlan {
         (segments, tokens): (&[Segment], usize),
     ) -> Result<Self> {
         let extent = Extent::of(arena, heads, layers)?;
-        Self::upload(arena.gpu(), heads, extent, rows, (segments, tokens, true))
+        Self::upload(
+            arena.gpu(),
+            heads,
+            extent,
+            rows,
+            (segments, tokens, Style::Partial),
+        )
+    }
+
+    /// [`AttentionPlan::new`] for steps of few tokens with many keys, as text is written: where the keys of up to 4
+    /// tokens make fewer tiles than there are multiprocessors, several blocks share them. The sums' order is
+    /// fixed by the plan, so a plan gives the same bits each time; another batch may give a row others in the
+    /// last place.
+    ///
+    /// # Errors
+    /// Those of [`AttentionPlan::new`].
+    pub fn in_parts(
+        arena: &GpuTensor,
+        heads: AttnHeads,
+        layers: usize,
+        rows: &[GpuAttnRow],
+        (segments, tokens): (&[Segment], usize),
+    ) -> Result<Self> {
+        let extent = Extent::of(arena, heads, layers)?;
+        Self::upload(
+            arena.gpu(),
+            heads,
+            extent,
+            rows,
+            (segments, tokens, Style::Parts),
+        )
     }
 
     pub(super) fn upload(
@@ -141,7 +197,7 @@ impl AttentionPlan {
         heads: AttnHeads,
         extent: Extent,
         rows: &[GpuAttnRow],
-        (segments, tokens, partial): (&[Segment], usize, bool),
+        (segments, tokens, style): (&[Segment], usize, Style),
     ) -> Result<Self> {
         if heads.kv == 0 || heads.q == 0 || !heads.q.is_multiple_of(heads.kv) {
             let reason = "need query heads that are a positive multiple of KV heads";
@@ -157,24 +213,36 @@ impl AttentionPlan {
             } else {
                 PLAIN_TOKENS
             },
-            partial,
+            partial: style == Style::Partial,
+            parts: (style == Style::Parts && fast(heads)).then_some(gpu.multiprocessors() as usize),
         };
         let made = tables(heads, extent, rows, segments, (tokens, cut))?;
         let mut words = vec![[0_u32; WORDS]];
         words.extend(&made.rows);
         words.extend(&made.tiles);
+        words.extend(&made.whole);
         // For each tile whether it is to be done again, and the list of those.
-        let again = (2 * made.tiles.len()).div_ceil(WORDS);
+        let all_tiles = made.tiles.len() + made.whole.len();
+        let again = (2 * all_tiles).div_ceil(WORDS);
         words.resize(words.len() + again, [0; WORDS]);
+        words.extend(made.sums.chunks(WORDS / 2).map(|sums| {
+            let mut entry = [0; WORDS];
+            entry[..2 * sums.len()].copy_from_slice(sums.as_flattened());
+            entry
+        }));
         let dims = [words.len(), WORDS];
         let tables = GpuTensor::new(gpu, &dims, GpuType::I32, "attention plan")?;
         tables.write_bytes(bytes_of(&words))?;
+        let dims = [made.sums.len(), PART_FLOATS];
         Ok(Self {
             tables,
+            parts: GpuTensor::new(gpu, &dims, GpuType::F32, "parts of attention")?,
             heads,
             extent,
             rows: made.rows.len(),
             tiles: made.tiles.len(),
+            all_tiles,
+            part_slots: made.part_slots,
             tokens,
         })
     }
@@ -191,13 +259,16 @@ impl AttentionPlan {
         self.tokens
     }
 
-    /// Addresses of the scheduler, the rows, the tiles and what is to be done again.
-    fn addresses(&self) -> [u64; 4] {
+    /// Addresses of the scheduler, the rows, the tiles, what is to be done again, and the sums.
+    fn addresses(&self) -> [u64; 5] {
         let entry = WORDS * size_of::<u32>();
-        let start = self.tables.address();
-        let rows = start + entry as u64;
-        let tiles = rows + (self.rows * entry) as u64;
-        [start, rows, tiles, tiles + (self.tiles * entry) as u64]
+        let again = (2 * self.all_tiles).div_ceil(WORDS);
+        let mut at = self.tables.address();
+        [1, self.rows, self.all_tiles, again, 0].map(|entries| {
+            let start = at;
+            at += (entries * entry) as u64;
+            start
+        })
     }
 
     pub(super) fn check(
@@ -326,7 +397,7 @@ fn on_tensor_cores(
         &[PANEL, KEY_TILE, FAST_DIM / PANEL],
         Swizzled::B128,
     )?;
-    let [scheduler, rows, tiles, again] = plan.addresses();
+    let [scheduler, rows, tiles, again, sums] = plan.addresses();
     let arguments = Arguments {
         out: to.out.address(),
         lse: to.lse.map_or(0, GpuTensor::address),
@@ -334,7 +405,11 @@ fn on_tensor_cores(
         tiles,
         scheduler,
         again,
+        sums,
+        parts: plan.parts.address(),
         tile_count: int(OP, "segments", plan.tiles)?,
+        all_tiles: int(OP, "segments", plan.all_tiles)?,
+        part_slots: int(OP, "segments", plan.part_slots)?,
         layer: int(OP, "layer", layer)?,
         query_heads: int(OP, "heads", heads.q)?,
         scale: binary(scale),
@@ -350,7 +425,12 @@ fn on_tensor_cores(
         shared_mem_bytes: shared,
     };
     // The second kernel does the tiles again that the first could not, usually none.
-    for name in ["attention_128", "attention_128_exact"] {
+    let first = if plan.all_tiles > plan.tiles {
+        "attention_128_parts"
+    } else {
+        "attention_128"
+    };
+    for name in [first, "attention_128_exact"] {
         let kernel = gpu.kernel("attention", name, shared)?;
         let mut launch = gpu.stream().launch_builder(&kernel);
         launch.arg(&queries).arg(&keys).arg(&arguments);
@@ -377,7 +457,7 @@ impl Plain {
         scale: f32,
     ) -> Result<()> {
         let heads = plan.heads;
-        let [_, rows, tiles, _] = plan.addresses();
+        let [_, rows, tiles, ..] = plan.addresses();
         let arguments = PlainArguments {
             q: self.q,
             arena: self.arena,

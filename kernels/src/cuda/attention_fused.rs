@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::attention::{AttentionOut, AttentionPlan, Plain};
+use super::attention::{AttentionOut, AttentionPlan, Plain, Style};
 use super::attention_tiles::{Extent, GpuAttnRow, KvRun, OP};
 use super::device::Gpu;
 use super::error::{Result, argument};
@@ -61,7 +61,7 @@ pub fn plan_fused(
         layers: 1,
         token_stride: 3 * heads.q,
     };
-    AttentionPlan::upload(gpu, heads, extent, &rows, (&segments, start, false))
+    AttentionPlan::upload(gpu, heads, extent, &rows, (&segments, start, Style::Whole))
 }
 
 /// Full attention within the sequences of [`plan_fused`]: `qkv` bf16 `[tokens, 3 * H * D]`, `out` bf16

@@ -1,6 +1,7 @@
 //! The host's part of packed attention: segments are checked and cut into the tiles that blocks take.
 
 use super::error::{Result, argument};
+use super::launch::int;
 use super::rope::KvSlot;
 use crate::cpu::rope::AttnHeads;
 use crate::error::KernelError;
@@ -11,6 +12,13 @@ pub(super) const OP: &str = "AttentionPlan";
 pub(super) const WORDS: usize = 8;
 /// Arena rows that a copy of keys reads at once; runs have room for a multiple of them.
 pub(super) const KEY_TILE: usize = 128;
+/// Tokens of a segment whose keys are cut into parts, at most: with 4 heads, the 16 rows of a warp.
+const FEW: usize = 4;
+/// Slots of [`KEY_TILE`] keys that a part has at least.
+const LEAST_SLOTS: usize = 2;
+/// Bits of a tile's tokens and of its KV head on the device; what is above them are sum and part.
+const TOKEN_BITS: u32 = 8;
+const HEAD_BITS: u32 = 16;
 
 /// Keys and values of consecutive tokens of a row, all heads and layers, in the arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,10 +80,16 @@ pub(super) struct Extent {
 }
 
 /// The tables of a step: rows, and tiles with the longest first.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Tables {
     pub(super) rows: Vec<[u32; WORDS]>,
     pub(super) tiles: Vec<[u32; WORDS]>,
+    /// Tiles that `tiles` has in parts, as a whole.
+    pub(super) whole: Vec<[u32; WORDS]>,
+    /// For each part how many have arrived (0), and its tile counted from the first of `tiles`.
+    pub(super) sums: Vec<[u32; 2]>,
+    /// Slots of keys that a part has.
+    pub(super) part_slots: usize,
 }
 
 /// How a kernel cuts queries.
@@ -85,6 +99,8 @@ pub(super) struct Cut {
     pub(super) tokens: usize,
     /// Whether a segment may leave tokens out or see no key.
     pub(super) partial: bool,
+    /// For keys of few tokens to be cut too: into how many parts, about.
+    pub(super) parts: Option<usize>,
 }
 
 /// Checks everything that the kernels rely on, then cuts.
@@ -101,20 +117,24 @@ pub(super) fn tables(
         }
     }
     check_segments(rows, segments, tokens, cut.partial)?;
-    let mut tiles = Vec::new();
+    int(OP, "heads", heads.kv << HEAD_BITS)?;
+    let mut cutting = Cutting {
+        cut,
+        costs: Vec::new(),
+        tables: Tables {
+            rows: rows.iter().map(GpuAttnRow::words).collect(),
+            part_slots: part_slots(heads, rows, segments, cut),
+            ..Tables::default()
+        },
+    };
     for (index, row) in rows.iter().enumerate() {
         for head in 0..heads.kv {
             for s in segments.iter().filter(|s| s.row == index) {
-                cut_segment(s, row, head, cut.tokens, &mut tiles);
+                cutting.segment(s, row, head);
             }
         }
     }
-    // Tiles of one head stay together, so that their keys are in the cache.
-    tiles.sort_by_key(|(cost, _)| std::cmp::Reverse(*cost));
-    Ok(Tables {
-        rows: rows.iter().map(GpuAttnRow::words).collect(),
-        tiles: tiles.into_iter().map(|(_, tile)| tile).collect(),
-    })
+    cutting.finish()
 }
 
 fn bounds(what: &'static str, value: usize, limit: usize) -> KernelError {
@@ -176,29 +196,86 @@ fn check_segments(
     Ok(())
 }
 
-/// The tiles of a segment and one KV head, each with its cost.
-fn cut_segment(
-    s: &Segment,
-    row: &GpuAttnRow,
-    head: usize,
-    step: usize,
-    tiles: &mut Vec<(usize, [u32; WORDS])>,
-) {
-    let narrow = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
-    let prefix = row.prefix_tokens();
-    for at in s.q.clone().step_by(step) {
-        let tokens = step.min(s.q.end - at);
-        let (causal, visible, full, most) = match s.kind {
-            SegmentKind::Causal => {
-                let visible = s.q_pos + (at - s.q.start) + 1;
-                (tokens, visible, 0, visible + tokens - 1)
+/// Slots of keys of row `row` that queries which see `most` keys have.
+fn slots(row: &GpuAttnRow, most: usize) -> usize {
+    let in_prefix = row.prefix_tokens().min(most);
+    in_prefix.div_ceil(KEY_TILE) + (most - in_prefix).div_ceil(KEY_TILE)
+}
+
+/// The size of parts; 0 where nothing is cut into them.
+fn part_slots(heads: AttnHeads, rows: &[GpuAttnRow], segments: &[Segment], cut: Cut) -> usize {
+    let few = segments.iter().filter(|s| s.q.len() <= FEW);
+    let of_head: usize = few.map(|s| slots(&rows[s.row], most(s))).sum();
+    let part = |parts: usize| (heads.kv * of_head).div_ceil(parts.max(1));
+    cut.parts.map_or(0, |parts| part(parts).max(LEAST_SLOTS))
+}
+
+/// Keys that the last query of a segment sees.
+fn most(s: &Segment) -> usize {
+    match s.kind {
+        SegmentKind::Causal => s.q_pos + s.q.len(),
+        SegmentKind::Full => s.keys,
+    }
+}
+
+/// Tables that are being made.
+struct Cutting {
+    cut: Cut,
+    /// Slots of each tile, and the tile.
+    costs: Vec<(usize, [u32; WORDS])>,
+    tables: Tables,
+}
+
+impl Cutting {
+    /// The tiles of a segment and one KV head.
+    fn segment(&mut self, s: &Segment, row: &GpuAttnRow, head: usize) {
+        let narrow = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
+        let (prefix, step) = (row.prefix_tokens(), self.cut.tokens);
+        for at in s.q.clone().step_by(step) {
+            let tokens = step.min(s.q.end - at);
+            let (causal, visible, full, most) = match s.kind {
+                SegmentKind::Causal => {
+                    let visible = s.q_pos + (at - s.q.start) + 1;
+                    (tokens, visible, 0, visible + tokens - 1)
+                }
+                SegmentKind::Full => (0, 0, s.keys, s.keys),
+            };
+            let slots = slots(row, most);
+            let tile = [at, tokens, causal, visible, full, prefix, s.row, head].map(narrow);
+            let part = self.tables.part_slots;
+            if part > 0 && s.q.len() <= FEW && slots > part {
+                self.parts(tile, slots);
+            } else {
+                self.costs.push((slots, tile));
             }
-            SegmentKind::Full => (0, 0, s.keys, s.keys),
-        };
-        let in_prefix = prefix.min(most);
-        let cost = in_prefix.div_ceil(KEY_TILE) + (most - in_prefix).div_ceil(KEY_TILE);
-        let tile = [at, tokens, causal, visible, full, prefix, s.row, head];
-        tiles.push((cost, tile.map(narrow)));
+        }
+    }
+
+    /// A tile in parts, each of which says where the first is.
+    fn parts(&mut self, tile: [u32; WORDS], slots: usize) {
+        let sum = self.tables.sums.len() as u32;
+        let size = self.tables.part_slots;
+        for (part, first) in (0..slots).step_by(size).enumerate() {
+            let mut piece = tile;
+            piece[1] |= sum << TOKEN_BITS;
+            piece[7] |= (part as u32 + 1) << HEAD_BITS;
+            self.costs.push((size.min(slots - first), piece));
+            self.tables.sums.push([0, self.tables.whole.len() as u32]);
+        }
+        self.tables.whole.push(tile);
+    }
+
+    fn finish(mut self) -> Result<Tables> {
+        int(OP, "parts", self.tables.sums.len() << TOKEN_BITS)?;
+        // Tiles of one head stay together, so that their keys are in the cache.
+        self.costs
+            .sort_by_key(|(slots, _)| std::cmp::Reverse(*slots));
+        self.tables.tiles = self.costs.into_iter().map(|(_, tile)| tile).collect();
+        let first = self.tables.tiles.len() as u32;
+        for [_, whole] in &mut self.tables.sums {
+            *whole += first;
+        }
+        Ok(self.tables)
     }
 }
 
@@ -220,6 +297,7 @@ mod tests {
     const CUT: Cut = Cut {
         tokens: 32,
         partial: false,
+        parts: None,
     };
 
     fn run(first: u32, tokens: usize) -> KvRun {
@@ -303,6 +381,57 @@ mod tests {
         assert!(cost.is_sorted_by(|a, b| a >= b), "{cost:?}");
         let heads: Vec<u32> = tables.tiles.iter().take(8).map(|t| t[7]).collect();
         assert_eq!(heads, [0, 0, 0, 0, 1, 1, 1, 1]);
+    }
+
+    #[test]
+    fn few_tokens_with_many_keys_are_cut_into_parts_that_have_every_slot_once() {
+        let row = |tokens| GpuAttnRow {
+            prefix: Some(KvRun {
+                tokens,
+                ..run(0, 0)
+            }),
+            fresh: run(2048, 5),
+        };
+        let causal = |row, q, q_pos| Segment {
+            row,
+            q,
+            kind: SegmentKind::Causal,
+            q_pos,
+            keys: 0,
+        };
+        // 9 slots in parts; 4 slots and 5 tokens as a whole.
+        let rows = [row(1000), row(384), row(1000)];
+        let segments = [
+            causal(0, 0..4, 1000),
+            causal(1, 4..5, 384),
+            causal(2, 5..10, 1000),
+        ];
+        let extent = Extent {
+            arena_rows: 8192,
+            ..EXTENT
+        };
+        // 2 heads of 9 + 4 slots.
+        let cut = Cut {
+            parts: Some(7),
+            ..CUT
+        };
+        let tables = tables(HEADS, extent, &rows, &segments, (10, cut)).unwrap();
+        assert_eq!(tables.part_slots, 4);
+        assert_eq!((tables.whole.len(), tables.sums.len()), (2, 2 * 3));
+        let parts: Vec<_> = tables.tiles.iter().filter(|t| t[7] >> 16 > 0).collect();
+        assert_eq!(parts.len(), 2 * 3);
+        for head in 0..2 {
+            let mut of_head: Vec<_> = parts.iter().filter(|t| t[7] & 0xFFFF == head).collect();
+            of_head.sort_by_key(|t| t[7]);
+            let sum = of_head[0][1] >> 8;
+            for (i, part) in of_head.iter().enumerate() {
+                assert_eq!((part[1], part[7] >> 16), (4 | sum << 8, i as u32 + 1));
+                let [arrived, whole] = tables.sums[(sum as usize) + i];
+                let whole = &tables.whole[whole as usize - tables.tiles.len()];
+                assert_eq!((arrived, whole[0], whole[1], whole[7]), (0, 0, 4, head));
+            }
+        }
+        assert_eq!(tables.tiles.len(), 2 * (3 + 1 + 1));
     }
 
     #[test]
