@@ -333,15 +333,21 @@ const PLANS: [(&str, bool); 11] = [
     ("pp=2,shared_expert=replicated", true),
 ];
 
-/// Every plan beside the model alone; worst relative errors allowed of velocities.
+/// Largest relative errors of a plan that splits sums: of velocities in the first step, and of final latents.
+///
+/// Another order of a sum moves a value by a bit of bf16, and now and then a token to another expert, where
+/// two are nearly tied; guidance multiplies both. How much that is shows one plan as well as another: ring,
+/// which splits only the sums of attention, is where `tp` is.
+type Bars = (f64, f64);
+
+/// Every plan beside the model alone; what is wrong.
 fn compare(
     config: &ModelConfig,
-    alone: GpuModel,
+    mut alone: GpuModel,
     open: &Open<'_>,
-    (run, bar): (&Run<'_>, f64),
+    (run, bars): (&Run<'_>, Bars),
     what: &str,
-) {
-    let mut alone = alone;
+) -> Vec<String> {
     let want = run(&mut alone);
     drop(alone);
     let mut wrong = Vec::new();
@@ -355,14 +361,17 @@ fn compare(
             };
             let (velocity, latents) = (worst(&got.0, &want.0), worst(&got.1, &want.1));
             println!("{what} {text} rank {rank}: velocity {velocity:.2e}, latents {latents:.2e}");
-            let limit = if exact { 0.0 } else { bar };
-            // A NaN is wrong too.
-            if !(velocity <= limit && latents <= limit) || *got != seen[0] {
-                wrong.push(format!("{text} rank {rank}: {velocity:.2e} {latents:.2e}"));
+            let (of_velocity, of_latents) = if exact { (0.0, 0.0) } else { bars };
+            // A NaN is not within either.
+            let fine = velocity <= of_velocity && latents <= of_latents;
+            if !fine || *got != seen[0] {
+                wrong.push(format!(
+                    "{what} {text} rank {rank}: {velocity:.2e} {latents:.2e}"
+                ));
             }
         }
     }
-    assert!(wrong.is_empty(), "{what}: {wrong:?}");
+    wrong
 }
 
 #[test]
@@ -370,14 +379,19 @@ fn compare(
 fn every_plan_of_two_gpus_draws_what_one_gpu_draws() {
     let config = golden();
     let dir = Path::new(FIXTURES).join("golden/model");
-    for (weights, bar) in [(WeightType::Bf16, 2e-2), (WeightType::Fp8, 6e-2)] {
+    let mut wrong = Vec::new();
+    for (weights, bars) in [
+        (WeightType::Bf16, (5e-2, 0.3)),
+        (WeightType::Fp8, (0.2, 0.6)),
+    ] {
         let alone = GpuModel::open(&dir, options(weights)).unwrap();
         let sizes = bucket_sizes(&config);
         let run = |model: &mut GpuModel| denoise(model, &sizes, 5.0);
         let open = |share, group| GpuModel::open_rank(&dir, options(weights), share, group);
         let what = format!("golden {weights:?}");
-        compare(&config, alone, &open, (&run, bar), &what);
+        wrong.extend(compare(&config, alone, &open, (&run, bars), &what));
     }
+    assert!(wrong.is_empty(), "{wrong:?}");
 }
 
 /// Two sizes that the model has.
@@ -397,15 +411,49 @@ fn bucket_sizes(config: &ModelConfig) -> Vec<(usize, usize)> {
 #[test]
 #[ignore = "needs a Hopper GPU"]
 fn every_plan_computes_the_published_sizes() {
-    let config = published();
-    for (weights, bar) in [(WeightType::Bf16, 1e-2), (WeightType::Fp8, 3e-2)] {
-        let alone = GpuModel::random(config.clone(), options(weights), 3).unwrap();
-        let run = |model: &mut GpuModel| denoise(model, &[(32, 32)], 5.0);
-        let open =
-            |share, group| GpuModel::random_rank(config.clone(), options(weights), 3, share, group);
+    let mut wrong = Vec::new();
+    for (weights, bars) in [
+        (WeightType::Bf16, (2e-2, 8e-2)),
+        (WeightType::Fp8, (8e-2, 0.3)),
+    ] {
         let what = format!("published {weights:?}");
-        compare(&config, alone, &open, (&run, bar), &what);
+        wrong.extend(random(&published(), (weights, bars), 5.0, &what));
     }
+    assert!(wrong.is_empty(), "{wrong:?}");
+}
+
+/// Where every token has all experts, no order of a sum can move it to another one.
+#[test]
+#[ignore = "needs a Hopper GPU"]
+fn plans_differ_by_rounding_alone_where_tokens_have_all_experts() {
+    let mut config = published();
+    for layer in &mut config.layers {
+        layer.experts = 8;
+        layer.top_k = 8;
+    }
+    let mut wrong = Vec::new();
+    for (weights, bars) in [
+        (WeightType::Bf16, (1e-2, 2e-2)),
+        (WeightType::Fp8, (3e-2, 6e-2)),
+    ] {
+        let what = format!("all experts {weights:?}");
+        wrong.extend(random(&config, (weights, bars), 2.0, &what));
+    }
+    assert!(wrong.is_empty(), "{wrong:?}");
+}
+
+/// Every plan of a model with random weights.
+fn random(
+    config: &ModelConfig,
+    (weights, bars): (WeightType, Bars),
+    guidance: f64,
+    what: &str,
+) -> Vec<String> {
+    let alone = GpuModel::random(config.clone(), options(weights), 3).unwrap();
+    let run = |model: &mut GpuModel| denoise(model, &[(32, 32)], guidance);
+    let open =
+        |share, group| GpuModel::random_rank(config.clone(), options(weights), 3, share, group);
+    compare(config, alone, &open, (&run, bars), what)
 }
 
 #[test]
