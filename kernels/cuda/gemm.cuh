@@ -301,11 +301,12 @@ __device__ __forceinline__ void run(const CUtensorMap* a_map, const CUtensorMap*
 }
 
 // A kernel `name`; the other arguments are those of Product.
-#define GEMM_KERNEL(name, blocks, element, columns, stages, finish)                                                                          \
-    extern "C" __global__ void __cluster_dims__(blocks, 1, 1) __launch_bounds__(gemm::THREADS, 1)                                       \
-        name(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap w,                       \
-             const __grid_constant__ CUtensorMap out, const gemm::Arguments args) {                              \
-        gemm::run<gemm::Product<element, columns, stages, blocks, gemm::Finish::finish>>(&a, &w, &out, args);                                               \
+#define GEMM_KERNEL(name, blocks, element, columns, stages, what)                                        \
+    extern "C" __global__ void __cluster_dims__(blocks, 1, 1) __launch_bounds__(gemm::THREADS, 1)        \
+        name(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap w,               \
+             const __grid_constant__ CUtensorMap out, const gemm::Arguments args) {                      \
+        using Traits = gemm::Product<element, columns, stages, blocks, gemm::Finish::what>;              \
+        gemm::run<Traits>(&a, &w, &out, args);                                                           \
     }
 
 }  // namespace gemm

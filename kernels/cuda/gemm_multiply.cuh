@@ -22,9 +22,11 @@ namespace gemm {
     "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
     "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-#define GEMM_D32 \
+#define GEMM_D64 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
 // The accumulators are overwritten where `accumulate` is 0.
 __device__ __forceinline__ void multiply_bf16(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
@@ -43,26 +45,26 @@ __device__ __forceinline__ void multiply_e4m3(float (&d)[128], uint64_t a, uint6
         : "l"(a), "l"(b), "r"(accumulate));
 }
 
-// 64 rows of B instead of 256.
-__device__ __forceinline__ void multiply_bf16(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+// 128 rows of B instead of 256.
+__device__ __forceinline__ void multiply_bf16(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" GEMM_D32 "}, %32, %33, p, 1, 1, 0, 0;\n}"
-        : GEMM_R32(d, 0)
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" GEMM_D64 "}, %64, %65, p, 1, 1, 0, 0;\n}"
+        : GEMM_R32(d, 0), GEMM_R32(d, 32)
         : "l"(a), "l"(b), "r"(accumulate));
 }
 
-__device__ __forceinline__ void multiply_e4m3(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+__device__ __forceinline__ void multiply_e4m3(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" GEMM_D32 "}, %32, %33, p, 1, 1;\n}"
-        : GEMM_R32(d, 0)
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" GEMM_D64 "}, %64, %65, p, 1, 1;\n}"
+        : GEMM_R32(d, 0), GEMM_R32(d, 32)
         : "l"(a), "l"(b), "r"(accumulate));
 }
 
 #undef GEMM_R8
 #undef GEMM_R32
 #undef GEMM_D128
-#undef GEMM_D32
+#undef GEMM_D64
 
 }  // namespace gemm

@@ -27,7 +27,8 @@ struct Case {
     k: usize,
 }
 
-/// Sizes of tiny and of real models, with groups that are empty, of one row, of a tile and beyond.
+/// Sizes of tiny and of real models, with groups that are empty, of one row, of a tile and beyond. The last case takes
+/// the kernels for many rows, the others those for few.
 const CASES: [Case; 4] = [
     Case {
         counts: &[3, 0, 5, 1],
@@ -46,7 +47,7 @@ const CASES: [Case; 4] = [
     },
     Case {
         counts: &[2100, 130],
-        n: 1024,
+        n: 2176,
         k: 64,
     },
 ];
@@ -268,18 +269,18 @@ fn a_row_has_the_same_bits_whatever_else_is_in_the_call() {
     let gpu = Gpu::open(0).unwrap();
     let here = Operands::new(
         &Case {
-            counts: &[700],
-            n: 512,
+            counts: &[3000],
+            n: 1664,
             k: 1000,
         },
         21,
     );
     let there = There::new(&gpu, &here);
-    let w = there.w.reshape(&[512, 1000]).unwrap();
+    let w = there.w.reshape(&[1664, 1000]).unwrap();
     gemm(&there.out, &there.a, &w, Finish::Store).unwrap();
     let all = there.out.to_bytes().unwrap();
-    for (start, len) in [(0, 1), (65, 3), (130, 129), (699, 1)] {
-        let out = GpuTensor::new(&gpu, &[len, 512], GpuType::Bf16, "out").unwrap();
+    for (start, len) in [(0, 1), (65, 3), (130, 129), (2999, 1)] {
+        let out = GpuTensor::new(&gpu, &[len, 1664], GpuType::Bf16, "out").unwrap();
         gemm(
             &out,
             &there.a.narrow0(start, len).unwrap(),
@@ -287,7 +288,7 @@ fn a_row_has_the_same_bits_whatever_else_is_in_the_call() {
             Finish::Store,
         )
         .unwrap();
-        let part = start * 1024..(start + len) * 1024;
+        let part = start * 3328..(start + len) * 3328;
         assert_eq!(out.to_bytes().unwrap(), all[part], "rows {start}+{len}");
     }
 }

@@ -170,18 +170,37 @@ struct Arguments {
 // SAFETY: addresses and numbers, laid out as the kernel declares them.
 unsafe impl DeviceRepr for Arguments {}
 
-/// A compiled kernel and the shape of its tiles.
-struct Kernel {
-    file: &'static str,
-    name: &'static str,
+/// The tiles of a kernel. Sums do not depend on them: a row has the same bits from both.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Tiles {
     /// Rows of `w` of a tile.
     columns: usize,
     stages: usize,
 }
 
-impl Kernel {
-    fn shared_bytes(&self) -> usize {
+const WIDE: Tiles = Tiles {
+    columns: 256,
+    stages: 4,
+};
+/// For few rows, where the weights are what takes time: twice as many blocks read them.
+const NARROW: Tiles = Tiles {
+    columns: 128,
+    stages: 6,
+};
+
+impl Tiles {
+    fn shared_bytes(self) -> usize {
         self.stages * (TILE_ROWS + self.columns) * STAGE_K_BYTES + STAGING_BYTES + ALIGN_BYTES
+    }
+
+    /// Wide ones where there is work for all multiprocessors, with more than half a tile of rows in most groups.
+    fn choose(rows: usize, n: usize, groups: usize, multiprocessors: u32) -> Self {
+        let tiles = rows.div_ceil(TILE_ROWS) * n.div_ceil(WIDE.columns);
+        if rows <= BOX_ROWS * groups || tiles < multiprocessors as usize {
+            NARROW
+        } else {
+            WIDE
+        }
     }
 }
 
@@ -203,17 +222,19 @@ impl Product<'_> {
         if arguments.rows == 0 || arguments.columns == 0 {
             return Ok(());
         }
-        let kernel = self.kernel()?;
+        let gpu = self.a.gpu();
+        let (rows, n, groups) = (self.a.dim(0), self.w.dim(1), self.w.dim(0));
+        let tiles = Tiles::choose(rows, n, groups, gpu.multiprocessors());
+        let (file, name) = self.kernel(tiles)?;
         let a = map(self.a, BOX_ROWS)?;
-        let w = map(self.w, kernel.columns / 2)?;
+        let w = map(self.w, tiles.columns / 2)?;
         let out = match self.out.dtype() {
             GpuType::Bf16 => map(self.out, OUT_BOX_ROWS)?,
             // Stored without the copy engine.
             _ => a,
         };
-        let gpu = self.a.gpu();
-        let shared = u32::try_from(kernel.shared_bytes()).unwrap_or(u32::MAX);
-        let function = gpu.kernel(kernel.file, kernel.name, shared)?;
+        let shared = u32::try_from(tiles.shared_bytes()).unwrap_or(u32::MAX);
+        let function = gpu.kernel(file, name, shared)?;
         let config = LaunchConfig {
             // Blocks work in pairs.
             grid_dim: (gpu.multiprocessors() & !1, 1, 1),
@@ -229,25 +250,28 @@ impl Product<'_> {
         Ok(())
     }
 
-    fn kernel(&self) -> Result<Kernel> {
+    /// File and name of the kernel.
+    fn kernel(&self, tiles: Tiles) -> Result<(&'static str, &'static str)> {
         let float = self.out.dtype() == GpuType::F32;
-        let (file, name) = match (self.scales.is_some(), self.finish, float) {
-            (false, Finish::Store, false) => ("gemm_bf16", "gemm_bf16"),
-            (false, Finish::Store, true) => ("gemm_bf16", "gemm_bf16_float"),
-            (false, Finish::SwiGlu, false) => ("gemm_bf16", "gemm_bf16_swiglu"),
-            (false, Finish::Add(_), false) => ("gemm_bf16", "gemm_bf16_add"),
-            (true, Finish::Store, false) => ("gemm_fp8", "gemm_fp8"),
-            (true, Finish::SwiGlu, false) => ("gemm_fp8", "gemm_fp8_swiglu"),
-            (true, Finish::Add(_), false) => ("gemm_fp8", "gemm_fp8_add"),
+        let (file, [wide, narrow]) = match (self.scales.is_some(), self.finish, float) {
+            (false, Finish::Store, false) => ("gemm_bf16", ["gemm_bf16", "gemm_bf16_narrow"]),
+            (false, Finish::Store, true) => {
+                ("gemm_bf16", ["gemm_bf16_float", "gemm_bf16_float_narrow"])
+            }
+            (false, Finish::SwiGlu, false) => {
+                ("gemm_bf16", ["gemm_bf16_swiglu", "gemm_bf16_swiglu_narrow"])
+            }
+            (false, Finish::Add(_), false) => {
+                ("gemm_bf16", ["gemm_bf16_add", "gemm_bf16_add_narrow"])
+            }
+            (true, Finish::Store, false) => ("gemm_fp8", ["gemm_fp8", "gemm_fp8_narrow"]),
+            (true, Finish::SwiGlu, false) => {
+                ("gemm_fp8", ["gemm_fp8_swiglu", "gemm_fp8_swiglu_narrow"])
+            }
+            (true, Finish::Add(_), false) => ("gemm_fp8", ["gemm_fp8_add", "gemm_fp8_add_narrow"]),
             _ => return Err(argument(self.op, "out", "must be bf16 for this product")),
         };
-        let (columns, stages) = if float { (64, 6) } else { (256, 4) };
-        Ok(Kernel {
-            file,
-            name,
-            columns,
-            stages,
-        })
+        Ok((file, if tiles == WIDE { wide } else { narrow }))
     }
 
     /// Everything that could be wrong, before anything is launched.
