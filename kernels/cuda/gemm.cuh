@@ -2,8 +2,8 @@
 // w [groups, n, k], fp32 accumulation, and what follows the product done in registers (gemm_epilogue.cuh).
 //
 // A persistent kernel of three warpgroups: one warp copies tiles of 128 rows of a and COLUMNS rows of w into a ring of
-// stages, two warpgroups multiply (64 rows each) and store. The blocks of a cluster share operands: each copies a part
-// to all that need it, so that less is read from L2. A warpgroup whose 64 rows lie behind the group's end does not multiply.
+// stages, two warpgroups multiply (64 rows each) and store. Two blocks of a cluster share one operand: each copies half
+// of it to both, so that less is read from L2. A warpgroup whose 64 rows lie behind the group's end does not multiply.
 #pragma once
 
 #include <type_traits>
@@ -60,9 +60,6 @@ template <typename Traits>
 struct Shape {
     static constexpr int B_HALF_BYTES = Traits::COLUMNS / 2 * STAGE_K_BYTES;
     static constexpr int STAGE_BYTES = 2 * A_HALF_BYTES + 2 * B_HALF_BYTES;
-    static constexpr int STAGING_BYTES = WARPS_WORKING * Staging::BYTES;
-    // Tiles must start at multiples of 1024 bytes; dynamic shared memory need not.
-    static constexpr int SHARED_BYTES = Traits::STAGES * STAGE_BYTES + STAGING_BYTES + 1024;
 };
 
 constexpr int MAX_STAGES = 8;
@@ -262,6 +259,7 @@ __device__ __forceinline__ void run(const CUtensorMap* a_map, const CUtensorMap*
     extern __shared__ char dynamic[];
     __shared__ Groups groups;
     __shared__ Barriers barriers;
+    // Tiles start at multiples of 1024 bytes; dynamic shared memory need not.
     char* stages = dynamic + (-smem_address(dynamic) & 1023);
     char* staging = stages + Traits::STAGES * S::STAGE_BYTES;
     const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
