@@ -108,7 +108,13 @@ pub(crate) fn pass(
             })
             .collect();
         let queries = segments(rows, pieces);
-        let plan = AttentionPlan::new(&arena, heads, layers, &keys, (&queries, tokens))?;
+        // Text goes token by token: with few rows, blocks share a row's keys.
+        let plan = if queries.iter().all(|s| s.q.len() == 1) {
+            AttentionPlan::in_parts
+        } else {
+            AttentionPlan::new
+        };
+        let plan = plan(&arena, heads, layers, &keys, (&queries, tokens))?;
         (Some(plan), Vec::new())
     };
     let gpu = arena.gpu().clone();
