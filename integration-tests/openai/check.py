@@ -51,6 +51,15 @@ assert last.type == "image_generation.completed", last
 assert last.b64_json == two.data[0].b64_json
 assert last.usage.output_tokens > 0 and last.omni["timings"]["total_ms"] > 0
 
+# A preview on the way.
+kinds = []
+for event in generate(stream=True, partial_images=1, ours={"preview_kind": "vae"}):
+    kinds.append(event.type)
+    if event.type == "image_generation.partial_image":
+        assert event.partial_image_index == 0 and decoded(event).startswith(b"\x89PNG")
+assert kinds.count("image_generation.partial_image") == 1, kinds
+assert kinds[-1] == "image_generation.completed", kinds
+
 # Chat.
 messages = [{"role": "user", "content": PROMPT}]
 chat = dict(model=model, messages=messages, extra_body={**OURS, "size": "256x256"})
@@ -85,7 +94,7 @@ refused(bad, 400, "n", lambda: generate(n=11))
 refused(bad, 400, "background", lambda: generate(background="transparent"))
 refused(bad, 400, "moderation", lambda: generate(moderation="low"))
 refused(bad, 400, "steps", lambda: generate(stream=True, ours={"steps": 0}))
-refused(unbuilt, 501, "partial_images", lambda: generate(stream=True, partial_images=1))
+refused(bad, 400, "partial_images", lambda: generate(partial_images=1))
 refused(
     bad, 400, "size", lambda: client.images.generate(model=model, prompt="x", size="1x1")
 )

@@ -89,12 +89,8 @@ async fn each_bad_field_of_an_image_is_named() {
     assert_refused(IMAGES, &other, (404, BAD, Some("model"))).await;
     let late = with(wish("a boat"), json!({ "deadline": 0.01, "steps": 200 }));
     assert_refused(IMAGES, &late, (504, "server_error", None)).await;
-    let previews = with(
-        wish("a boat"),
-        json!({ "stream": true, "partial_images": 2 }),
-    );
-    let unbuilt = (501, "server_error", Some("partial_images"));
-    assert_refused(IMAGES, &previews, unbuilt).await;
+    let unseen = with(wish("a boat"), json!({ "partial_images": 2 }));
+    assert_refused(IMAGES, &unseen, (400, BAD, Some("partial_images"))).await;
 
     let answer = web::post_json(Up::shared().http(), IMAGES, &wish("a boat")).await;
     assert_eq!(answer.status, 200, "{}", answer.text);

@@ -105,6 +105,27 @@ async fn a_stream_tells_every_step_in_order_and_then_the_same_picture() {
 }
 
 #[tokio::test]
+async fn a_decoded_preview_comes_before_the_picture_and_is_a_picture_of_its_size() {
+    let up = Up::shared();
+    let ask = json!({
+        "stream": true, "steps": 4, "partial_images": 3, "preview_kind": "vae",
+    });
+    let answer = web::post_json(up.http(), IMAGES, &with(wish(BOAT), ask)).await;
+    let events = answer.events();
+    let previews: Vec<_> = events
+        .iter()
+        .filter(|(name, _)| name == "image_generation.partial_image")
+        .collect();
+    assert_eq!(previews.len(), 3, "{events:?}");
+    for (number, (_, data)) in previews.iter().enumerate() {
+        assert_eq!(data["partial_image_index"], number);
+        assert_eq!(data["size"], "256x256");
+    }
+    let last = events.last().unwrap();
+    assert_eq!(last.0, "image_generation.completed");
+}
+
+#[tokio::test]
 async fn what_is_left_open_is_chosen_and_answered() {
     let up = Up::shared();
     let body = json!({ "prompt": BOAT, "size": "auto", "quality": "low", "user": "ann" });

@@ -80,14 +80,14 @@ impl RankJob {
         })
     }
 
-    /// One step without a batch around it.
-    #[cfg(test)]
-    pub(crate) fn step_alone(&mut self, ranks: &Ranks) -> Result<(), StageError> {
-        let parts: Vec<&mut DenoiseJob> = self.parts.iter_mut().collect();
-        let step = |model: &model::Model, ctx: &RankContext, job: &mut DenoiseJob| {
-            model.denoise_step(ctx, &mut [job])
+    /// One step of some jobs, packed, without a batch around it.
+    pub(crate) fn step_together(ranks: &Ranks, jobs: &mut [Self]) -> Result<(), StageError> {
+        let mut jobs: Vec<&mut Self> = jobs.iter_mut().collect();
+        let own = by_rank(ranks, &mut jobs);
+        let step = |model: &model::Model, ctx: &RankContext, mut own: Vec<&mut DenoiseJob>| {
+            model.denoise_step(ctx, &mut own)
         };
-        ranks.run(parts, step).map(drop)
+        ranks.run(own, step).map(drop)
     }
 
     /// Where the job stands.
@@ -159,13 +159,7 @@ impl Denoiser for ModelDenoiser {
         let rows: usize = jobs.iter().map(|job| job.first().rows()).sum();
         let tokens: usize = jobs.iter().map(|job| job.first().tokens()).sum();
         let padding: usize = jobs.iter().map(|job| job.first().padding()).sum();
-        let count = self.ranks.models().len();
-        let mut by_rank: Vec<Vec<&mut DenoiseJob>> = (0..count).map(|_| Vec::new()).collect();
-        for job in jobs.iter_mut() {
-            for (own, part) in by_rank.iter_mut().zip(&mut job.parts) {
-                own.push(part);
-            }
-        }
+        let by_rank = by_rank(&self.ranks, jobs);
         let changes = self.ranks.run(by_rank, |model, ctx, mut own| {
             model.denoise_step(ctx, &mut own)?;
             model.rebalance(ctx)
@@ -217,6 +211,18 @@ impl Denoiser for ModelDenoiser {
         };
         Ok((news.state.is_some() || news.preview.is_some()).then_some(news))
     }
+}
+
+/// Each rank's parts of the jobs.
+fn by_rank<'a>(ranks: &Ranks, jobs: &'a mut [&mut RankJob]) -> Vec<Vec<&'a mut DenoiseJob>> {
+    let mut by_rank: Vec<Vec<&mut DenoiseJob>> =
+        ranks.models().iter().map(|_| Vec::new()).collect();
+    for job in jobs.iter_mut() {
+        for (own, part) in by_rank.iter_mut().zip(&mut job.parts) {
+            own.push(part);
+        }
+    }
+    by_rank
 }
 
 /// What a job weighs in a step.

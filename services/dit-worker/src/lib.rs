@@ -6,6 +6,7 @@ pub mod batch;
 mod checkpoint;
 mod denoiser;
 mod fetch;
+pub mod ledger;
 #[cfg(test)]
 mod mixed;
 mod order;
@@ -38,6 +39,8 @@ pub struct DitWorkerConfig {
     pub limits: StepLimits,
     /// How jobs save steps.
     pub step_cache: model::StepCache,
+    /// Bytes that the process may have resident; `None`: what the machine has free once the model is loaded.
+    pub memory: Option<u64>,
     /// Requests inside the worker beyond those in the running step.
     pub max_queue: usize,
 }

@@ -23,7 +23,7 @@ use proto::{
 use registry::{Load, Role};
 use stage::{Engine, Gate, RankLoad, Ranks, Stage, StageError, info};
 use telemetry::{Metrics, names as metric};
-use tokio::sync::{Semaphore, SemaphorePermit, mpsc};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, SemaphorePermit, mpsc};
 use tokio_stream::{Stream, wrappers::ReceiverStream};
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, service::RoutesBuilder};
@@ -34,6 +34,7 @@ use crate::{
     checkpoint,
     denoiser::{ModelDenoiser, RankJob, warm_up, weight},
     fetch::{self, Leases, Prefixes},
+    ledger::{Costs, Ledger},
     order::Order,
     picture,
     steps::{StepLoop, Ticket},
@@ -71,6 +72,7 @@ struct Loaded {
     steps: StepLoop<ModelDenoiser>,
     preview: Option<Arc<LinearPreview>>,
     cache: StepCache,
+    ledger: Ledger,
 }
 
 type Events = mpsc::Sender<Result<DenoiseResponse, Status>>;
@@ -127,8 +129,9 @@ impl DitWorker {
                 queue: "dit-worker",
                 bound: self.config.max_queue,
             })?;
+        let permits = loaded.ledger.permits(&order)?;
         let begin = async {
-            let resident = self.wait_for_memory(events).await?;
+            let resident = self.wait_for_memory(loaded, permits, events).await?;
             let (job, leases) = self.prepare(loaded, &order, events).await?;
             Ok((job, leases, resident))
         };
@@ -237,14 +240,22 @@ impl DitWorker {
         })
     }
 
-    /// Waits until there is room for one more request's prefixes.
-    async fn wait_for_memory(&self, events: &Events) -> Result<SemaphorePermit<'_>, StageError> {
-        if let Ok(permit) = self.resident.try_acquire() {
-            return Ok(permit);
+    /// Waits until there is room for one more request.
+    async fn wait_for_memory(
+        &self,
+        loaded: &Loaded,
+        permits: u32,
+        events: &Events,
+    ) -> Result<(SemaphorePermit<'_>, OwnedSemaphorePermit), StageError> {
+        if let Ok(place) = self.resident.try_acquire()
+            && let Some(memory) = loaded.ledger.try_take(permits)
+        {
+            return Ok((place, memory));
         }
         queued(events, self.inside().saturating_sub(1)).await?;
-        let acquired = self.resident.acquire().await;
-        acquired.map_err(|_| StageError::Draining)
+        let place = self.resident.acquire().await;
+        let place = place.map_err(|_| StageError::Draining)?;
+        Ok((place, loaded.ledger.take(permits).await?))
     }
 
     /// Fetches the prefixes and builds the job on them.
@@ -379,7 +390,8 @@ impl Stage for DitWorker {
         let (dir, plan) = (self.config.model.clone(), self.config.plan);
         let balance = self.config.balance;
         let cache = self.config.step_cache.clone();
-        let (ranks, preview, cache) = self
+        let memory = self.config.memory;
+        let (ranks, preview, cache, ledger) = self
             .prepare
             .run(move || {
                 let parts = Parts {
@@ -393,11 +405,13 @@ impl Stage for DitWorker {
                     balance,
                 };
                 let ranks = Ranks::open(&dir, load)?;
+                let cache = cache.of_model(&dir)?;
+                let costs = Costs::measure(&ranks, &cache)?;
                 warm_up(&ranks)?;
+                let ledger = Ledger::new(costs, memory)?;
                 let channels = ranks.first().config().vae.latent_channels;
                 let preview = LinearPreview::load(&dir, channels)?.map(Arc::new);
-                let cache = cache.of_model(&dir)?;
-                Ok::<_, StageError>((Arc::new(ranks), preview, cache))
+                Ok::<_, StageError>((Arc::new(ranks), preview, cache, ledger))
             })
             .await??;
         let denoiser = ModelDenoiser {
@@ -412,6 +426,7 @@ impl Stage for DitWorker {
             steps,
             preview,
             cache,
+            ledger,
         });
         Ok(info)
     }
@@ -436,6 +451,12 @@ impl Stage for DitWorker {
             // Under guidance a job takes two rows.
             capacity: narrow(self.config.limits.max_rows.div_ceil(2)),
         };
+        let reserved = self
+            .loaded
+            .get()
+            .map_or(0, |loaded| loaded.ledger.reserved());
+        self.metrics
+            .set(&metric::STAGE_RESERVED, &["dit-worker"], reserved as f64);
         self.metrics
             .set(&metric::STAGE_QUEUE, &["dit-worker"], load.queued.into());
         self.metrics

@@ -163,6 +163,7 @@ fn plan(role: Role, settings: &Settings, file: Option<&Path>) -> Result<Plan, Om
                     max_tokens: settings.count("max_tokens", 1)?,
                 },
                 step_cache: step_cache(settings)?,
+                memory: memory(settings)?,
                 max_queue: settings.count("max_queue", 1)?,
             };
             Plan::DitWorker(stage_place(settings)?, config, threads(settings)?)
@@ -367,6 +368,14 @@ fn balance(settings: &Settings) -> Result<BalanceOptions, OmniError> {
         extra_slots: settings.count("eplb_extra_slots", 0)?,
         hosts: 1,
     })
+}
+
+/// Memory of a worker; `None`: what is free.
+fn memory(settings: &Settings) -> Result<Option<u64>, OmniError> {
+    if settings.text("memory")? == "auto" {
+        return Ok(None);
+    }
+    settings.bytes("memory").map(|bytes| Some(bytes as u64))
 }
 
 /// How jobs save steps; what belongs to a model is read when that is loaded.

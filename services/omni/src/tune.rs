@@ -80,7 +80,11 @@ impl<'a> Tuner<'a> {
         mut work: impl FnMut(&Model, model::DenoiseJob) -> Result<(), model::ModelError>,
     ) -> Result<(), OmniError> {
         let given: Vec<&str> = self.args.prompt.iter().map(String::as_str).collect();
-        let prompts = if given.is_empty() { &PROMPTS[..] } else { &given };
+        let prompts = if given.is_empty() {
+            &PROMPTS[..]
+        } else {
+            &given
+        };
         let pipeline = Pipeline::new(&self.model, &self.ctx);
         for (seed, prompt) in (self.args.seed..).zip(prompts) {
             let words = Words {

@@ -243,7 +243,7 @@ const AR_STAGE: [Setting; 11] = [
     ),
 ];
 
-const DIT_WORKER: [Setting; 16] = [
+const DIT_WORKER: [Setting; 17] = [
     DRAIN_GRACE,
     setting(
         "listen",
@@ -283,6 +283,12 @@ const DIT_WORKER: [Setting; 16] = [
         "N",
         Value("1"),
         "Expert slots of a rank beyond an even share, for replicas of hot experts",
+    ),
+    setting(
+        "memory",
+        "BYTES",
+        Value("auto"),
+        "Memory that the worker may take in all; auto: what the machine has free once it is loaded",
     ),
     setting(
         "step_cache",

@@ -207,6 +207,34 @@ async fn a_stream_tells_each_step_and_ends_with_the_image_and_what_it_took() {
 }
 
 #[tokio::test]
+async fn partial_images_are_events_of_a_stream_and_only_of_a_stream() {
+    let site = site(Script::new([])).await;
+    let wish = wish_with(&json!({ "stream": true, "partial_images": 2 }));
+    let response = site.post("/v1/images/generations", wish).await;
+    assert_eq!(response.status(), StatusCode::OK);
+    let told = events(&text(response).await);
+    let partial: Vec<&Value> = told
+        .iter()
+        .filter(|(name, _)| name == "image_generation.partial_image")
+        .map(|(_, data)| data)
+        .collect();
+    assert_eq!(partial.len(), 2, "{told:?}");
+    for (number, data) in partial.into_iter().enumerate() {
+        assert_eq!(data["partial_image_index"], number);
+        assert_eq!(
+            (&data["size"], &data["image_index"]),
+            (&json!("16x16"), &json!(0))
+        );
+        let bytes = vec![number as u8 + 1];
+        assert_eq!(data["b64_json"], json!(STANDARD.encode(bytes)));
+    }
+    let wish = wish_with(&json!({ "partial_images": 2 }));
+    let (status, error) = site.refused("/v1/images/generations", wish).await;
+    assert_eq!(status, StatusCode::BAD_REQUEST);
+    assert_eq!(error["param"], "partial_images", "{error}");
+}
+
+#[tokio::test]
 async fn a_stream_of_several_images_tells_all_and_an_error_is_its_last_event() {
     let site = site(Script::new([])).await;
     let many = wish_with(&json!({ "stream": true, "n": 3 }));

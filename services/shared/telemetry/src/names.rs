@@ -71,6 +71,8 @@ table! {
         "Images finished";
     STAGE_ROWS = "omni_stage_batch_rows", Size, ["stage"],
         "Rows packed into one forward";
+    STAGE_RESERVED = "omni_stage_reserved_bytes", Gauge, ["stage"],
+        "Memory reserved for requests that are in";
     STAGE_QUEUE = "omni_stage_queue_depth", Gauge, ["stage"],
         "Jobs waiting for a step boundary";
     STAGE_RUNNING = "omni_stage_running", Gauge, ["stage"],

@@ -75,7 +75,7 @@ impl Decoder {
                 see(&format!("up.{level}.upsample"), &x);
             }
         }
-        Ok(norm_silu(&x, &self.norm_out)?)
+        norm_silu(&x, &self.norm_out)
     }
 
     /// `z [1, 1, h, w, latent]` to all frames `[1, t', h', w', 3]`.
