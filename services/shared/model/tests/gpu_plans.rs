@@ -299,14 +299,22 @@ fn options(weights: WeightType) -> GpuOptions {
 type Open<'a> = dyn Fn(GpuShare, Arc<dyn GpuGroup>) -> Result<GpuModel, ModelError> + Sync + 'a;
 
 /// What each rank of `plan` sees.
-fn under(plan: &Plan, config: &ModelConfig, open: &Open<'_>, run: &Run<'_>) -> Vec<Seen> {
+fn under(
+    (plan, overlapping): (&Plan, bool),
+    config: &ModelConfig,
+    open: &Open<'_>,
+    run: &Run<'_>,
+) -> Vec<Seen> {
     let meeting = Meeting::new();
     std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..RANKS)
             .map(|rank| {
                 let meeting = &meeting;
                 scope.spawn(move || {
-                    let share = GpuShare::new(config, plan, rank).unwrap();
+                    let mut share = GpuShare::new(config, plan, rank).unwrap();
+                    if overlapping {
+                        share = share.overlapping();
+                    }
                     let mut model = open(share, meeting.join(rank)).unwrap();
                     run(&mut model)
                 })
@@ -318,8 +326,12 @@ fn under(plan: &Plan, config: &ModelConfig, open: &Open<'_>, run: &Run<'_>) -> V
 
 type Run<'a> = dyn Fn(&mut GpuModel) -> Seen + Sync + 'a;
 
+/// Behind a plan: transfers go beside the shared expert.
+const OVERLAPPING: &str = " beside";
+
 /// Plans, and whether they split no sum: those must give the same bits.
 const PLANS: [(&str, bool); 11] = [
+    ("cfg=2,ep=cfg beside", false),
     ("cfg=2", true),
     ("pp=2", true),
     ("ulysses=2", true),
@@ -329,7 +341,6 @@ const PLANS: [(&str, bool); 11] = [
     ("tp=2,ep=tp,shared_expert=replicated", false),
     ("ring=2", false),
     ("ring=2,ep=ring", false),
-    ("cfg=2,shared_expert=replicated", true),
     ("pp=2,shared_expert=replicated", true),
 ];
 
@@ -352,8 +363,9 @@ fn compare(
     drop(alone);
     let mut wrong = Vec::new();
     for (text, exact) in PLANS {
-        let plan: Plan = text.parse().unwrap();
-        let seen = under(&plan, config, open, run);
+        let overlapping = text.ends_with(OVERLAPPING);
+        let plan: Plan = text.trim_end_matches(OVERLAPPING).parse().unwrap();
+        let seen = under((&plan, overlapping), config, open, run);
         for (rank, got) in seen.iter().enumerate() {
             let worst = |a: &[Vec<f32>], b: &[Vec<f32>]| {
                 let errors = a.iter().zip(b).map(|(a, b)| relative(a, b));

@@ -13,6 +13,7 @@ mod group;
 mod job;
 mod layer;
 mod layout;
+mod places;
 mod prefill;
 mod prefix;
 mod rows;
