@@ -6,7 +6,7 @@ use fabric::Access;
 use kv::{KvGeometry, Manifest, PrefixIdentity};
 use proto::v1::{self, PrefixHandle};
 
-use super::channels::{call, call_until};
+use super::channels::call_until;
 use super::lease::{Lease, Terms};
 use super::reach::{Place, blocking};
 use super::{Inner, KvClient};
@@ -268,7 +268,8 @@ impl Publication {
             first_chunk: u32::try_from(first).unwrap_or(u32::MAX),
             chunk_crc32c: self.manifest.crcs[first..].to_vec(),
         };
-        call("sealing a part", self.deadline, message, |request| {
+        // The service reads the part first: that takes as long as there are bytes.
+        call_until("sealing a part", self.deadline, message, |request| {
             stub.seal_part(request)
         })
         .await

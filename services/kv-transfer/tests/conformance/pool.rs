@@ -32,9 +32,9 @@ async fn pass(client: &KvClient, endpoint: &str, id: u8, bytes: usize) -> u64 {
         tokens: bytes / 64,
         cache: None,
     };
-    let mut publication = client.offer(endpoint, description).await.unwrap();
-    publication.write(vec![id; bytes]).await.unwrap();
-    let published = publication.finish().await.unwrap();
+    let mut publication = client.offer(endpoint, description).await.expect("offer");
+    publication.write(vec![id; bytes]).await.expect("write");
+    let published = publication.finish().await.expect("finish");
     let got = fetch(client, &published.handle, &geometry(16))
         .await
         .unwrap();
