@@ -278,4 +278,51 @@ mod tests {
         assert_eq!(rows[0].slot(2).first, 258);
         assert_eq!(rows[1].slot(2).first, 261);
     }
+
+    #[test]
+    fn the_parts_of_a_ring_show_each_query_its_keys_once() {
+        let segment = |tokens, kind| RowSegment { tokens, kind };
+        let parts = [
+            segment(0..2, SegmentKind::Causal),
+            segment(2..9, SegmentKind::Full),
+        ];
+        let at = KvSlot {
+            first: 0,
+            per_head: 128,
+            per_layer: 0,
+            to_value: 1024,
+        };
+        let past = 7;
+        for me in 0..2 {
+            let halves = [0..5, 5..9];
+            let keys = |rank: usize| RingKeys {
+                tokens: halves[rank].clone(),
+                at,
+            };
+            let rows = [GpuRow {
+                tokens: 9,
+                segments: &parts,
+                prefix: Some(KvRun { at, tokens: past }),
+                at,
+                appended: 0,
+                ring: vec![keys(me), keys(1 - me)],
+            }];
+            let pieces = [Piece {
+                row: 0,
+                tokens: halves[me].clone(),
+            }];
+            let mut seen = vec![0; halves[me].len()];
+            for part in 0..2 {
+                for s in ring_segments(&rows, &pieces, part) {
+                    assert_eq!(s.kind, SegmentKind::Full);
+                    for query in s.q {
+                        seen[query] += s.keys;
+                    }
+                }
+            }
+            let whole = |token: usize| past + if token < 2 { token + 1 } else { 9 };
+            let want: Vec<usize> = halves[me].clone().map(whole).collect();
+            assert_eq!(seen, want, "rank {me}");
+        }
+    }
 }
