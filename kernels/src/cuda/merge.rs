@@ -121,7 +121,8 @@ pub fn merge_attention(to: Partial<'_>, other: Partial<'_>) -> Result<()> {
     to.lse
         .expect(OP, "lse", &[usize::MAX, usize::MAX], GpuType::F32)?;
     let (tokens, heads) = (to.lse.dim(0), to.lse.dim(1));
-    to.out.expect(OP, "out", &[tokens, usize::MAX], GpuType::Bf16)?;
+    to.out
+        .expect(OP, "out", &[tokens, usize::MAX], GpuType::Bf16)?;
     let width = to.out.dim(1);
     other
         .out

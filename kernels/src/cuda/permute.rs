@@ -125,7 +125,9 @@ impl Permutation {
     /// First row of every group, and the end: I32 `[groups + 1]`. The last group is the shared expert's, if any.
     #[must_use]
     pub fn offsets(&self) -> &GpuTensor {
-        self.kept.as_ref().map_or(&self.offsets, |kept| &kept.offsets)
+        self.kept
+            .as_ref()
+            .map_or(&self.offsets, |kept| &kept.offsets)
     }
 
     /// Row of each choice, I32 `[tokens, top_k]`.
@@ -268,7 +270,11 @@ fn keep(out: &Permutation) -> Result<()> {
     };
     let choices = out.tokens * out.position.dim(1);
     if kept.shared.end > out.tokens {
-        return Err(argument(OP, "routing", "has fewer tokens than the shared expert"));
+        return Err(argument(
+            OP,
+            "routing",
+            "has fewer tokens than the shared expert",
+        ));
     }
     let arguments = KeepArguments {
         offsets: out.offsets.address(),
