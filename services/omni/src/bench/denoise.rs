@@ -71,9 +71,6 @@ pub(crate) struct DenoiseArgs {
     /// How several GPUs share the work, like cfg=2,ep=cfg.
     #[arg(long, requires = "gpus")]
     plan: Option<Plan>,
-    /// Let norms and sums of spread experts travel while the shared expert computes.
-    #[arg(long, requires = "plan")]
-    overlap: bool,
     /// How the GPU holds the large matrices.
     #[arg(long, value_enum, default_value_t)]
     weights: Weights,
@@ -188,7 +185,6 @@ fn on_gpu(args: &DenoiseArgs, ordinal: usize) -> Result<Value, OmniError> {
         checkpoint: args.model.as_ref(),
         ordinal,
         plan,
-        overlap: args.overlap,
         weights: args.weights.into(),
         resident_layers: args.resident_layers,
         pictures,

@@ -30,8 +30,6 @@ pub(super) struct GpuBench<'a> {
     /// The GPU, or that of the first rank: the others have the next ones.
     pub(super) ordinal: usize,
     pub(super) plan: Plan,
-    /// Transfers of spread experts go beside the shared expert.
-    pub(super) overlap: bool,
     pub(super) weights: WeightType,
     pub(super) resident_layers: Option<usize>,
     pub(super) pictures: Vec<Picture>,
@@ -272,7 +270,6 @@ fn report(
         "device": model.gpu().name(),
         "model": config.name,
         "plan": bench.plan.to_string(),
-        "overlap": bench.overlap,
         "gpus": model.share().ranks(),
         "weights": if bench.checkpoint.is_some() { "checkpoint" } else { "random" },
         "weight_type": format!("{:?}", bench.weights).to_lowercase(),

@@ -19,14 +19,7 @@ const PATIENCE: Duration = Duration::from_secs(300);
 pub(super) fn run(bench: &GpuBench<'_>, ranks: usize) -> Result<Value, OmniError> {
     // Whether plan and model go together is known before a GPU is touched.
     let shares: Vec<GpuShare> = (0..ranks)
-        .map(|rank| {
-            let share = GpuShare::new(&bench.config, &bench.plan, rank)?;
-            Ok(if bench.overlap {
-                share.overlapping()
-            } else {
-                share
-            })
-        })
+        .map(|rank| GpuShare::new(&bench.config, &bench.plan, rank))
         .collect::<Result<_, ModelError>>()
         .map_err(model_error)?;
     let id = CommId::new().map_err(gpu_error)?;

@@ -23,6 +23,8 @@ const STEPS: usize = 3;
 const RANKS: usize = 2;
 /// Longest wait for the other rank.
 const PATIENCE: Duration = Duration::from_secs(20);
+/// The same where it will not come.
+const SHORT_PATIENCE: Duration = Duration::from_secs(4);
 
 /// What a rank has sent in the current round.
 struct Posted {
@@ -178,12 +180,12 @@ impl Meeting {
         Self::Local(Arc::new((Mutex::new(rounds), Condvar::new())))
     }
 
-    fn join(&self, rank: usize) -> Arc<dyn GpuGroup> {
+    fn join(&self, rank: usize, patience: Duration) -> Arc<dyn GpuGroup> {
         match self {
             Self::Nccl(id) => {
                 let gpu = Gpu::open(rank).unwrap();
                 let options = CommOptions {
-                    deadline: PATIENCE,
+                    deadline: patience,
                     blocks: None,
                 };
                 Arc::new(Comm::join(&gpu, id, rank, RANKS, &options).unwrap())
@@ -299,23 +301,15 @@ fn options(weights: WeightType) -> GpuOptions {
 type Open<'a> = dyn Fn(GpuShare, Arc<dyn GpuGroup>) -> Result<GpuModel, ModelError> + Sync + 'a;
 
 /// What each rank of `plan` sees.
-fn under(
-    (plan, overlapping): (&Plan, bool),
-    config: &ModelConfig,
-    open: &Open<'_>,
-    run: &Run<'_>,
-) -> Vec<Seen> {
+fn under(plan: &Plan, config: &ModelConfig, open: &Open<'_>, run: &Run<'_>) -> Vec<Seen> {
     let meeting = Meeting::new();
     std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..RANKS)
             .map(|rank| {
                 let meeting = &meeting;
                 scope.spawn(move || {
-                    let mut share = GpuShare::new(config, plan, rank).unwrap();
-                    if overlapping {
-                        share = share.overlapping();
-                    }
-                    let mut model = open(share, meeting.join(rank)).unwrap();
+                    let share = GpuShare::new(config, plan, rank).unwrap();
+                    let mut model = open(share, meeting.join(rank, PATIENCE)).unwrap();
                     run(&mut model)
                 })
             })
@@ -326,12 +320,8 @@ fn under(
 
 type Run<'a> = dyn Fn(&mut GpuModel) -> Seen + Sync + 'a;
 
-/// Behind a plan: transfers go beside the shared expert.
-const OVERLAPPING: &str = " beside";
-
 /// Plans, and whether they split no sum: those must give the same bits.
-const PLANS: [(&str, bool); 11] = [
-    ("cfg=2,ep=cfg beside", false),
+const PLANS: [(&str, bool); 10] = [
     ("cfg=2", true),
     ("pp=2", true),
     ("ulysses=2", true),
@@ -363,9 +353,8 @@ fn compare(
     drop(alone);
     let mut wrong = Vec::new();
     for (text, exact) in PLANS {
-        let overlapping = text.ends_with(OVERLAPPING);
-        let plan: Plan = text.trim_end_matches(OVERLAPPING).parse().unwrap();
-        let seen = under((&plan, overlapping), config, open, run);
+        let plan: Plan = text.parse().unwrap();
+        let seen = under(&plan, config, open, run);
         for (rank, got) in seen.iter().enumerate() {
             let worst = |a: &[Vec<f32>], b: &[Vec<f32>]| {
                 let errors = a.iter().zip(b).map(|(a, b)| relative(a, b));
@@ -481,7 +470,7 @@ fn a_rank_that_fails_ends_the_other() {
             let (meeting, config, plan, dir, sizes) = (&meeting, &config, &plan, &dir, &sizes);
             scope.spawn(move || {
                 let share = GpuShare::new(config, plan, rank).unwrap();
-                let group = meeting.join(rank);
+                let group = meeting.join(rank, SHORT_PATIENCE);
                 // Rank 1 has too little memory for a pass.
                 let options = GpuOptions {
                     max_tokens: if rank == 0 { 8192 } else { 2 },

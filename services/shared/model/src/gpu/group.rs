@@ -136,7 +136,7 @@ impl Ranks {
     }
 
     /// Every rank's rows of each tensor `[all tokens, ..]` to all ranks.
-    pub(crate) fn gather(&self, tensors: &[&GpuTensor], lane: Lane) -> Result<(), ModelError> {
+    pub(crate) fn gather(&self, tensors: &[&GpuTensor]) -> Result<(), ModelError> {
         let mut travel = Travel::default();
         for tensor in tensors {
             for rank in self.others() {
@@ -144,12 +144,12 @@ impl Ranks {
                 travel.receive(rank, self.part(tensor, rank)?);
             }
         }
-        travel.go(&*self.group, lane)
+        travel.go(&*self.group, Lane::Compute)
     }
 
     /// Parts of sums to the ranks that have the tokens: `sums [all tokens + (ranks - 1) own tokens, ..]` has
     /// this rank's parts for all tokens first, and gets those of the other ranks for its own behind them.
-    pub(crate) fn scatter(&self, sums: &GpuTensor, lane: Lane) -> Result<(), ModelError> {
+    pub(crate) fn scatter(&self, sums: &GpuTensor) -> Result<(), ModelError> {
         let mut travel = Travel::default();
         let own = self.starts[self.me + 1] - self.starts[self.me];
         let mut at = self.starts[self.starts.len() - 1];
@@ -158,19 +158,13 @@ impl Ranks {
             travel.receive(rank, sums.narrow0(at, own)?);
             at += own;
         }
-        travel.go(&*self.group, lane)
+        travel.go(&*self.group, Lane::Compute)
     }
 
     /// Lets what goes beside begin only after what has been enqueued.
     pub(crate) fn begin_beside(&self) -> Result<(), ModelError> {
         let written = self.group.gpu().mark()?;
         Ok(self.group.wait_for(&written)?)
-    }
-
-    /// Lets kernels enqueued from now on begin only when what goes beside has arrived.
-    pub(crate) fn end_beside(&self) -> Result<(), ModelError> {
-        let arrived = self.group.mark()?;
-        Ok(self.group.gpu().wait_for(&arrived)?)
     }
 
     /// Where the parts of each own token's sum are in such a tensor, by rank: `[own tokens * ranks]`.

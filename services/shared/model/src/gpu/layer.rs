@@ -87,18 +87,7 @@ impl<'a> Input<'a> {
 
     /// `rows . w^T` for the one matrix of `w`.
     fn times(self, w: &Matrix, out: &GpuTensor, finish: Finish<'_>) -> Result<(), ModelError> {
-        self.times_one(w, 0, out, finish)
-    }
-
-    /// `rows . w^T` for one of several matrices.
-    fn times_one(
-        self,
-        w: &Matrix,
-        group: usize,
-        out: &GpuTensor,
-        finish: Finish<'_>,
-    ) -> Result<(), ModelError> {
-        let (data, scale) = w.group(group)?;
+        let (data, scale) = w.group(0)?;
         match (self.e4m3, &scale) {
             (Some(rows), Some(scales)) => {
                 let codes = &data;
@@ -194,10 +183,8 @@ impl Layer<'_> {
             Attention::Heads => {
                 // Codes travel where there are some: half the bytes.
                 match &work.h8 {
-                    Some(h8) => pass
-                        .ranks()?
-                        .gather(&[&h8.codes, &h8.scales], Lane::Compute)?,
-                    None => pass.ranks()?.gather(&[&work.h], Lane::Compute)?,
+                    Some(h8) => pass.ranks()?.gather(&[&h8.codes, &h8.scales])?,
+                    None => pass.ranks()?.gather(&[&work.h])?,
                 }
                 h.times(&self.block.qkv, &work.qkv, Finish::Store)?;
             }
@@ -281,15 +268,7 @@ impl Layer<'_> {
     ) -> Result<(), ModelError> {
         if pass.flow.spread {
             // The router of every rank sees every token: the same bits everywhere, and no choice travels.
-            if pass.flow.beside {
-                let ranks = pass.ranks()?;
-                ranks.begin_beside()?;
-                ranks.gather(&[&work.h], Lane::Beside)?;
-                self.shared_inner(work)?;
-                ranks.end_beside()?;
-            } else {
-                pass.ranks()?.gather(&[&work.h], Lane::Compute)?;
-            }
+            pass.ranks()?.gather(&[&work.h])?;
             if let Some(h8) = &work.h8 {
                 quantize_rows(&work.h, h8.rows())?;
             }
@@ -310,15 +289,7 @@ impl Layer<'_> {
                 gate: &work.routing.gates()?,
             };
             sum_kept(outputs, &sums.sent)?;
-            if !pass.flow.beside {
-                return summed(work, sums, next_norm, pass, Norm::OfAttention);
-            }
-            let ranks = pass.ranks()?;
-            ranks.begin_beside()?;
-            ranks.scatter(&sums.rows, Lane::Beside)?;
-            self.shared_outer(work)?;
-            ranks.end_beside()?;
-            return joined(work, sums, next_norm, pass, Norm::OfAttention);
+            return summed(work, sums, next_norm, pass, Norm::OfAttention);
         }
         let experts = ExpertOutputs {
             rows: &work.outputs,
@@ -334,26 +305,6 @@ impl Layer<'_> {
             norm_output(work, pass, Norm::OfAttention)
         });
         Ok(combine(&work.x, experts, norm, out)?)
-    }
-
-    /// The first half of the shared expert, for own tokens.
-    fn shared_inner(&self, work: &Workspace) -> Result<(), ModelError> {
-        let apart = room(work.apart.as_ref())?;
-        let own = Input::new(&work.h_own, work.h8_own.as_ref());
-        let group = self.dims.experts;
-        own.times_one(&self.block.gate_up, group, &apart.inner, Finish::SwiGlu)?;
-        if let Some(codes) = &apart.inner8 {
-            quantize_rows(&apart.inner, codes.rows())?;
-        }
-        Ok(())
-    }
-
-    /// The second, into the residual stream.
-    fn shared_outer(&self, work: &Workspace) -> Result<(), ModelError> {
-        let apart = room(work.apart.as_ref())?;
-        let inner = Input::new(&apart.inner, apart.inner8.as_ref());
-        let group = self.dims.experts;
-        inner.times_one(&self.block.down, group, &work.x, Finish::Add(&work.x))
     }
 
     /// The rows of each expert that is here through it.
@@ -377,12 +328,7 @@ impl Layer<'_> {
                 scales,
             }),
         };
-        let groups = offsets.dim(0) - 1;
-        let (gate_up, down) = (
-            self.block.gate_up.first(groups)?,
-            self.block.down.first(groups)?,
-        );
-        gathered.times_grouped(&gate_up, offsets, &work.inner, Finish::SwiGlu)?;
+        gathered.times_grouped(&self.block.gate_up, offsets, &work.inner, Finish::SwiGlu)?;
         match &work.inner8 {
             // Only the device knows how many rows there are.
             Some(codes) if pass.flow.spread => {
@@ -392,11 +338,11 @@ impl Layer<'_> {
             None => {}
         }
         let inner = Input::new(&work.inner, work.inner8.as_ref());
-        inner.times_grouped(&down, offsets, &work.outputs, Finish::Store)
+        inner.times_grouped(&self.block.down, offsets, &work.outputs, Finish::Store)
     }
 }
 
-/// The parts of sums to the ranks of their tokens, and there into `x`; then the norm.
+/// The parts of sums to the ranks of their tokens, and there into `x` in the order of the ranks; then the norm.
 fn summed(
     work: &Workspace,
     sums: &Sums,
@@ -404,18 +350,7 @@ fn summed(
     pass: &Pass,
     reader: Norm,
 ) -> Result<(), ModelError> {
-    pass.ranks()?.scatter(&sums.rows, Lane::Compute)?;
-    joined(work, sums, norm, pass, reader)
-}
-
-/// The sums of parts that are here, into `x` in the order of the ranks; then the norm.
-fn joined(
-    work: &Workspace,
-    sums: &Sums,
-    norm: Option<&GpuTensor>,
-    pass: &Pass,
-    reader: Norm,
-) -> Result<(), ModelError> {
+    pass.ranks()?.scatter(&sums.rows)?;
     let parts = ExpertOutputs {
         rows: &sums.rows,
         position: &sums.places,
@@ -454,8 +389,8 @@ fn normed(
 }
 
 fn norm_output<'a>(work: &'a Workspace, pass: &Pass, reader: Norm) -> NormOutput<'a> {
-    // Codes for experts are made where the norms have travelled to, but for a shared expert that does not wait.
-    let later = reader == Norm::OfExperts && pass.flow.spread && !pass.flow.beside;
+    // Codes for experts are made where the norms have travelled to.
+    let later = reader == Norm::OfExperts && pass.flow.spread;
     NormOutput {
         rows: (work.h8.is_none() || reader == Norm::OfExperts).then_some(&work.h_own),
         e4m3: work.h8_own.as_ref().filter(|_| !later).map(Codes::rows),

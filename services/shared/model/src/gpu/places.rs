@@ -71,9 +71,7 @@ impl Extent {
 
     /// Tokens that the shared expert sees here.
     pub(super) fn shared(&self) -> std::ops::Range<usize> {
-        if self.flow.beside {
-            0..0
-        } else if self.flow.spread && !self.flow.shared_cut {
+        if self.flow.spread && !self.flow.shared_cut {
             self.first..self.first + self.own
         } else {
             0..self.routed()
@@ -150,9 +148,6 @@ pub(super) struct ExpertPlaces {
     pub(super) inner: Place,
     pub(super) inner8: Place,
     pub(super) inner8_scales: Place,
-    pub(super) apart: Place,
-    pub(super) apart8: Place,
-    pub(super) apart8_scales: Place,
 }
 
 /// Places of all parts, and their total.
@@ -245,16 +240,12 @@ impl Sizes<'_> {
 
     fn experts(&self, of: &Extent, cursor: &mut Cursor) -> ExpertPlaces {
         let (dims, rows) = (self.dims, self.expert_rows(of));
-        let beside = if of.flow.beside { of.own } else { 0 };
         ExpertPlaces {
             rows: cursor.part(rows * dims.hidden * BF16),
             gathered_scales: cursor.eight(rows * F32),
             inner: cursor.part(rows * dims.inner * BF16),
             inner8: cursor.eight(rows * dims.inner),
             inner8_scales: cursor.eight(rows * F32),
-            apart: cursor.part(beside * dims.inner * BF16),
-            apart8: cursor.eight(beside * dims.inner),
-            apart8_scales: cursor.eight(beside * F32),
         }
     }
 }

@@ -29,8 +29,6 @@ pub(crate) struct Flow {
     pub(crate) spread: bool,
     /// Whether the shared expert is cut like the others, so that every rank has a part of it for all tokens.
     pub(crate) shared_cut: bool,
-    /// Whether norms and sums of spread experts travel while the shared expert computes.
-    pub(crate) beside: bool,
 }
 
 impl Flow {
@@ -39,7 +37,6 @@ impl Flow {
         attention: Attention::Own,
         spread: false,
         shared_cut: false,
-        beside: false,
     };
 }
 
@@ -117,20 +114,8 @@ impl GpuShare {
                 attention,
                 spread: over_experts || tp,
                 shared_cut: tp && !over_experts,
-                beside: false,
             },
         })
-    }
-
-    /// The same, with transfers of spread experts beside the shared expert, which then is two products of its own;
-    /// nothing changes where experts are not spread or there is no whole shared one. Sums are rounded once
-    /// more.
-    #[must_use]
-    pub fn overlapping(mut self) -> Self {
-        let mut layers = self.shard.shape().layers.iter();
-        let shared = layers.all(|layer| layer.shared_inner.is_some());
-        self.flow.beside = shared && self.flow.spread && !self.flow.shared_cut;
-        self
     }
 
     /// Ranks of the plan.

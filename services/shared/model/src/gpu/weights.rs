@@ -79,17 +79,6 @@ impl Matrix {
     }
 }
 
-impl Matrix {
-    /// The first `groups` matrices.
-    pub(crate) fn first(&self, groups: usize) -> Result<Self, ModelError> {
-        let scale = self.scale.as_ref().map(|s| s.narrow0(0, groups));
-        Ok(Self {
-            data: self.data.narrow0(0, groups)?,
-            scale: scale.transpose()?,
-        })
-    }
-}
-
 impl LayerBlock {
     /// The tensors of a block of this layout.
     pub(crate) fn of(block: &Arc<DeviceBuffer>, layout: &LayerLayout) -> Result<Self, ModelError> {

@@ -54,13 +54,6 @@ pub(crate) struct Sums {
     pub(crate) ones: GpuTensor,
 }
 
-/// The shared expert alone, for own tokens.
-#[derive(Debug)]
-pub(crate) struct Apart {
-    pub(crate) inner: GpuTensor,
-    pub(crate) inner8: Option<Codes>,
-}
-
 /// Activations of one pass.
 #[derive(Debug)]
 pub(crate) struct Workspace {
@@ -93,7 +86,6 @@ pub(crate) struct Workspace {
     pub(crate) turn: Option<Turn>,
     pub(crate) ring: Option<RingRoom>,
     pub(crate) sums: Option<Sums>,
-    pub(crate) apart: Option<Apart>,
     /// `[tokens of whole rows, hidden]`.
     pub(crate) whole: Option<GpuTensor>,
 }
@@ -162,17 +154,6 @@ impl Maker<'_> {
             out: self.bf16(self.at.attention.other, &dims)?,
             lse: self.view(self.at.attention.lse, &[of.own, heads], GpuType::F32)?,
             other: self.view(self.at.attention.other_lse, &[of.own, heads], GpuType::F32)?,
-        }))
-    }
-
-    fn apart(&self) -> Result<Option<Apart>, ModelError> {
-        if !self.of.flow.beside {
-            return Ok(None);
-        }
-        let dims = [self.of.own, self.sizes.dims.inner];
-        Ok(Some(Apart {
-            inner: self.bf16(self.at.experts.apart, &dims)?,
-            inner8: self.codes(self.at.experts.apart8, self.at.experts.apart8_scales, dims)?,
         }))
     }
 
@@ -265,7 +246,6 @@ impl Workspace {
             turn: make.turn()?,
             ring: make.ring()?,
             sums: make.sums(ranks)?,
-            apart: make.apart()?,
             whole: whole.transpose()?,
         })
     }
