@@ -19,10 +19,11 @@ type Failure = Box<dyn std::error::Error>;
 
 const USAGE: &str =
     "usage: demo-eval [--every K] [--from N] [--mode base|instruct|ratio|recaption|edit|vae]... \
-[--seed N] [--model DIR] [--out DIR] [--step-cache CACHE] [--json]
+[--seed N] [--model DIR] [--out DIR] [--steps N] [--step-cache CACHE] [--json]
   --every K   only every K-th entry of the list (default 1)
   --from N    beginning with entry N (default 0)
   --mode M    may be given more than once (default: all)
+  --steps N   denoising steps (default: the model's)
   --step-cache CACHE  how steps are saved, as of omni dit-worker (default off)
   --out DIR   where the sheets of pictures go (default: the current directory)";
 
@@ -58,6 +59,7 @@ struct Options {
     out: PathBuf,
     json: bool,
     cache: StepCache,
+    steps: Option<usize>,
 }
 
 impl Options {
@@ -71,12 +73,17 @@ impl Options {
             out: PathBuf::from("."),
             json: false,
             cache: StepCache::Off,
+            steps: None,
         };
         while let Some(flag) = args.next() {
             let mut value = || args.next().ok_or(format!("{flag} needs a value"));
             match flag.as_str() {
                 "--json" => options.json = true,
                 "--model" => options.model = value()?.into(),
+                "--steps" => {
+                    let steps = value()?.parse().map_err(|e| format!("--steps: {e}"))?;
+                    options.steps = Some(steps);
+                }
                 "--step-cache" => {
                     options.cache = value()?.parse().map_err(|e| format!("{e}"))?;
                 }
@@ -166,9 +173,13 @@ impl Spent {
 }
 
 fn evaluate(options: &Options) -> Result<(), Failure> {
+    let studio = Studio::open(&options.model, options.seed)?
+        .saving(options.cache.clone().of_model(&options.model)?);
     let mut run = Evaluation {
-        studio: Studio::open(&options.model, options.seed)?
-            .saving(options.cache.clone().of_model(&options.model)?),
+        studio: match options.steps {
+            Some(steps) => studio.stepping(steps),
+            None => studio,
+        },
         set: DemoSet::load()?,
         options,
         scores: BTreeMap::new(),

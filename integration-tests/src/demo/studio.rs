@@ -51,6 +51,13 @@ impl Studio {
         })
     }
 
+    /// Takes other than the model's default steps.
+    #[must_use]
+    pub fn stepping(mut self, steps: usize) -> Self {
+        self.numbers.steps = steps;
+        self
+    }
+
     /// Lets jobs save steps.
     #[must_use]
     pub fn saving(mut self, cache: StepCache) -> Self {

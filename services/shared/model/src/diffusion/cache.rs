@@ -72,6 +72,8 @@ pub struct Tea {
     pub threshold: f64,
     /// Polynomial from the relative change of the modulation to that of the hidden states, constant first.
     pub coefficients: Vec<f64>,
+    /// Steps at the start that always run the decoder; at least 1.
+    pub first: usize,
 }
 
 impl Tea {
@@ -99,7 +101,7 @@ impl FromStr for StepCache {
     type Err = ModelError;
 
     /// `off`, `taylor` or `tea`, the last two with options: `taylor:interval=3,first=2`,
-    /// `tea:threshold=0.2`. A `tea` has no coefficients yet; they belong to a model.
+    /// `tea:threshold=0.2,first=4`. A `tea` has no coefficients yet; they belong to a model.
     fn from_str(text: &str) -> Result<Self, ModelError> {
         let (kind, options) = text.split_once(':').unwrap_or((text, ""));
         let bad = |what: String| ModelError::invalid("step_cache", what);
@@ -107,6 +109,7 @@ impl FromStr for StepCache {
         let mut tea = Tea {
             threshold: 0.15,
             coefficients: Vec::new(),
+            first: 1,
         };
         for option in options.split(',').filter(|option| !option.is_empty()) {
             let (name, value) = option
@@ -124,6 +127,7 @@ impl FromStr for StepCache {
                 ("taylor", "first") => taylor.first = count,
                 ("taylor", "last") => taylor.last = count,
                 ("tea", "threshold") => tea.threshold = number,
+                ("tea", "first") => tea.first = count,
                 _ => return Err(bad(format!("{kind} has no option {name}"))),
             }
         }
@@ -153,7 +157,9 @@ impl StepCache {
             Self::Taylor(t) if t.low_order.max(t.high_order) > MAX_ORDER => {
                 bad("an order must be at most 4")
             }
-            Self::Taylor(t) if t.first == 0 => bad("the first step always runs"),
+            Self::Taylor(Taylor { first: 0, .. }) | Self::Tea(Tea { first: 0, .. }) => {
+                bad("the first step always runs")
+            }
             Self::Tea(t) if !(t.threshold.is_finite() && t.threshold >= 0.0) => {
                 bad("threshold must be at least 0")
             }
@@ -227,7 +233,8 @@ impl Tea {
         let mut distance = 0.0;
         let between = changes.iter().enumerate().map(|(i, change)| {
             distance += self.rescaled(*change);
-            let runs = distance >= self.threshold || i + 1 == changes.len();
+            let ends = i + 1 < self.first || i + 1 == changes.len();
+            let runs = ends || distance >= self.threshold;
             if runs {
                 distance = 0.0;
             }
@@ -414,10 +421,16 @@ mod tests {
         let tea = Tea {
             threshold: 0.25,
             coefficients: vec![0.0, 1.0],
+            first: 1,
         };
         assert_eq!(
             tea.runs(&[0.1, 0.1, 0.1, 0.3, 0.1]),
             [true, false, false, true, true, true]
+        );
+        let later = Tea { first: 3, ..tea };
+        assert_eq!(
+            later.runs(&[0.1, 0.1, 0.1, 0.1, 0.1]),
+            [true, true, true, false, false, true]
         );
     }
 
