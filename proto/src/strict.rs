@@ -250,6 +250,7 @@ mod tests {
             previews: 2,
             preview_kind: 1,
             priority: 1,
+            align_image_size: true,
         }
     }
 

@@ -71,9 +71,9 @@ pub(crate) struct DenoiseArgs {
     /// How several GPUs share the work, like cfg=2,ep=cfg.
     #[arg(long, requires = "gpus")]
     plan: Option<Plan>,
-    /// How the GPU holds the large matrices.
-    #[arg(long, value_enum, default_value_t)]
-    weights: Weights,
+    /// How the GPU holds the large matrices. Without it: bf16.
+    #[arg(long, value_enum)]
+    weights: Option<Weights>,
     /// Layers that stay on the GPU; the others travel from the host in every step. Without it: all stay.
     #[arg(long, value_name = "LAYERS")]
     resident_layers: Option<usize>,
@@ -120,10 +120,14 @@ pub(crate) fn run(args: &DenoiseArgs) -> Result<String, OmniError> {
     if args.gpu.is_some() || args.gpus.is_some() {
         return print(&on_gpu(args, args.gpu.unwrap_or(0))?);
     }
-    if args.whole || args.resident_layers.is_some() || !args.pictures.is_empty() {
-        return Err(bad(
-            "whole, resident-layers and pictures need --gpu or --gpus",
-        ));
+    let for_gpus = [
+        ("weights", args.weights.is_some()),
+        ("resident-layers", args.resident_layers.is_some()),
+        ("pictures", !args.pictures.is_empty()),
+        ("whole", args.whole),
+    ];
+    if let Some((name, _)) = for_gpus.iter().find(|(_, given)| *given) {
+        return Err(bad(format!("{name} needs --gpu or --gpus")));
     }
     let model = open(args)?;
     let mut jobs = jobs(args, &model)?;
@@ -185,7 +189,7 @@ fn on_gpu(args: &DenoiseArgs, ordinal: usize) -> Result<Value, OmniError> {
         checkpoint: args.model.as_ref(),
         ordinal,
         plan,
-        weights: args.weights.into(),
+        weights: args.weights.unwrap_or_default().into(),
         resident_layers: args.resident_layers,
         pictures,
         steps: args.steps,
