@@ -12,7 +12,7 @@ use super::attention_tiles::{Cut, Extent, GpuAttnRow, KEY_TILE, OP, WORDS, table
 use super::device::Gpu;
 use super::error::{Result, argument};
 use super::launch::{Grid, aligned, int, launch};
-use super::map::{Swizzled, TensorMap};
+use super::map::TensorMap;
 use super::tensor::{GpuTensor, GpuType, bytes_of};
 use crate::Segment;
 use crate::cpu::rope::AttnHeads;
@@ -388,14 +388,12 @@ fn on_tensor_cores(
         &[PANEL, heads.q, plan.tokens, FAST_DIM / PANEL],
         &[head, heads.q * head, panel],
         &[PANEL, FAST_GROUP, CONSUMER_TOKENS, FAST_DIM / PANEL],
-        Swizzled::B128,
     )?;
     let keys = TensorMap::new(
         arena,
         &[PANEL, arena.dim(0), FAST_DIM / PANEL],
         &[head, panel],
         &[PANEL, KEY_TILE, FAST_DIM / PANEL],
-        Swizzled::B128,
     )?;
     let [scheduler, rows, tiles, again, sums] = plan.addresses();
     let arguments = Arguments {

@@ -9,7 +9,7 @@ use cudarc::driver::{DeviceRepr, LaunchConfig, PushKernelArg};
 use super::conv_layout::{CHANNEL_STEP, ChannelSums, GpuConvWeight, Pictures, same_gpu};
 use super::error::{Result, argument, shape};
 use super::launch::int;
-use super::map::{Swizzled, TensorMap};
+use super::map::TensorMap;
 use super::tensor::{GpuTensor, GpuType};
 
 const OP: &str = "conv";
@@ -432,7 +432,7 @@ impl Call<'_> {
         let dims = [x.channels, x.width, x.height, x.images * x.frames];
         let strides = [row, x.width * row, plane];
         let boxed = [STEP_CHANNELS, boxed_x, boxed_y, 1];
-        TensorMap::new(x.tensor(), &dims, &strides, &boxed, Swizzled::B128)
+        TensorMap::new(x.tensor(), &dims, &strides, &boxed)
     }
 
     fn weight_map(&self) -> Result<TensorMap> {
@@ -440,13 +440,7 @@ impl Call<'_> {
         let (taps, out, input) = (packed.dim(0), packed.dim(1), packed.dim(2));
         let row = input * packed.dtype().bytes();
         let boxed = [STEP_CHANNELS, self.tile_channels(), 1];
-        TensorMap::new(
-            packed,
-            &[input, out, taps],
-            &[row, out * row],
-            &boxed,
-            Swizzled::B128,
-        )
+        TensorMap::new(packed, &[input, out, taps], &[row, out * row], &boxed)
     }
 }
 

@@ -10,7 +10,7 @@ use cudarc::driver::{DeviceRepr, LaunchConfig, PushKernelArg};
 
 use super::error::{Result, argument, shape};
 use super::launch::{aligned, int};
-use super::map::{Swizzled, TensorMap};
+use super::map::TensorMap;
 use super::norm::E4m3Rows;
 use super::tensor::{GpuTensor, GpuType};
 
@@ -343,5 +343,5 @@ fn map(tensor: &GpuTensor, box_rows: usize) -> Result<TensorMap> {
     let k = tensor.shape().last().copied().unwrap_or(1);
     let rows = tensor.numel() / k;
     let boxed = [STAGE_K_BYTES / bytes, box_rows];
-    TensorMap::new(tensor, &[k, rows], &[k * bytes], &boxed, Swizzled::B128)
+    TensorMap::new(tensor, &[k, rows], &[k * bytes], &boxed)
 }

@@ -21,24 +21,15 @@ pub(crate) struct TensorMap(CUtensorMap);
 // SAFETY: the driver defines the type as a kernel argument.
 unsafe impl DeviceRepr for TensorMap {}
 
-/// How rows of a box lie in shared memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Swizzled {
-    /// As in memory.
-    None,
-    /// Rows of 128 bytes, 16-byte pieces permuted within groups of 8 rows.
-    B128,
-}
-
 impl TensorMap {
     /// A map of `tensor` seen as `dims` (fastest first) with byte `strides` of all dimensions but the first,
-    /// read in boxes of `boxed` elements. Elements outside are read as zero.
+    /// read in boxes of `boxed` elements, whose rows of 128 bytes lie swizzled in shared memory: 16-byte pieces
+    /// permuted within groups of 8 rows. Elements outside are read as zero.
     pub(crate) fn new(
         tensor: &GpuTensor,
         dims: &[usize],
         strides: &[usize],
         boxed: &[usize],
-        swizzle: Swizzled,
     ) -> Result<Self> {
         const OP: &str = "TensorMap::new";
         if dims.is_empty() || dims.len() > MAX_DIMS || boxed.len() != dims.len() {
@@ -93,10 +84,7 @@ impl TensorMap {
                 boxed.as_ptr(),
                 steps.as_ptr(),
                 Interleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-                match swizzle {
-                    Swizzled::None => Swizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
-                    Swizzled::B128 => Swizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-                },
+                Swizzle::CU_TENSOR_MAP_SWIZZLE_128B,
                 Promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 Fill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )

@@ -8,7 +8,7 @@ use cudarc::driver::{LaunchConfig, PushKernelArg};
 use super::device::Gpu;
 use super::error::{Result, argument, shape};
 use super::launch::{Grid, aligned, int, launch};
-use super::map::{Swizzled, TensorMap};
+use super::map::TensorMap;
 use super::tensor::{GpuTensor, GpuType};
 use crate::error::KernelError;
 
@@ -271,7 +271,7 @@ fn product(h: &GpuTensor, weight: &RouterWeight, out: &GpuRouting, pieces: usize
     let map = |tensor: &GpuTensor, rows: usize, boxed: usize| {
         let row = width * GpuType::Bf16.bytes();
         let boxed = [BLOCK[2], boxed];
-        TensorMap::new(tensor, &[width, rows], &[row], &boxed, Swizzled::B128)
+        TensorMap::new(tensor, &[width, rows], &[row], &boxed)
     };
     let of_h = map(h, tokens, BLOCK[0])?;
     let of_weight = map(&weight.terms, TERMS * experts, BLOCK[1])?;
