@@ -135,14 +135,7 @@ impl AttentionPlan {
         rows: &[GpuAttnRow],
         (segments, tokens): (&[Segment], usize),
     ) -> Result<Self> {
-        let extent = Extent::of(arena, heads, layers)?;
-        Self::upload(
-            arena.gpu(),
-            heads,
-            extent,
-            rows,
-            (segments, tokens, Style::Whole),
-        )
+        Self::of_style(arena, heads, layers, rows, (segments, tokens, Style::Whole))
     }
 
     /// [`AttentionPlan::new`] for attention over some of the keys, whose parts are merged by their `lse`:
@@ -158,11 +151,10 @@ impl AttentionPlan {
         rows: &[GpuAttnRow],
         (segments, tokens): (&[Segment], usize),
     ) -> Result<Self> {
-        let extent = Extent::of(arena, heads, layers)?;
-        Self::upload(
-            arena.gpu(),
+        Self::of_style(
+            arena,
             heads,
-            extent,
+            layers,
             rows,
             (segments, tokens, Style::Partial),
         )
@@ -182,14 +174,18 @@ impl AttentionPlan {
         rows: &[GpuAttnRow],
         (segments, tokens): (&[Segment], usize),
     ) -> Result<Self> {
+        Self::of_style(arena, heads, layers, rows, (segments, tokens, Style::Parts))
+    }
+
+    fn of_style(
+        arena: &GpuTensor,
+        heads: AttnHeads,
+        layers: usize,
+        rows: &[GpuAttnRow],
+        of: (&[Segment], usize, Style),
+    ) -> Result<Self> {
         let extent = Extent::of(arena, heads, layers)?;
-        Self::upload(
-            arena.gpu(),
-            heads,
-            extent,
-            rows,
-            (segments, tokens, Style::Parts),
-        )
+        Self::upload(arena.gpu(), heads, extent, rows, of)
     }
 
     pub(super) fn upload(

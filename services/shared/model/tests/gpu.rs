@@ -4,6 +4,9 @@
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used, missing_docs)]
 
+#[path = "common/numbers.rs"]
+mod numbers;
+
 use std::path::Path;
 use std::sync::Arc;
 
@@ -15,6 +18,8 @@ use model::{
     T2iRequest,
 };
 use parallel::RankContext;
+
+use numbers::relative;
 
 const CHECKPOINT: &str = concat!(
     env!("CARGO_MANIFEST_DIR"),
@@ -42,14 +47,6 @@ fn gpu(weights: WeightType) -> GpuModel {
 }
 
 /// ||a - b|| / ||b||.
-fn relative(a: &[f32], b: &[f32]) -> f64 {
-    assert_eq!(a.len(), b.len());
-    let square = |v: f64| v * v;
-    let difference: f64 = a.iter().zip(b).map(|(a, b)| square(f64::from(a - b))).sum();
-    let size: f64 = b.iter().map(|b| square(f64::from(*b))).sum();
-    (difference / size).sqrt()
-}
-
 fn cosine(a: &[f32], b: &[f32]) -> f64 {
     let dot = |a: &[f32], b: &[f32]| -> f64 {
         a.iter()

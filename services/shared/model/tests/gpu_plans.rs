@@ -6,6 +6,9 @@
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used, clippy::print_stdout, missing_docs)]
 
+#[path = "common/numbers.rs"]
+mod numbers;
+
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
@@ -14,6 +17,8 @@ use kernels::cuda::{Comm, CommId, CommOptions, CudaError, Gpu, GpuTensor, Lane, 
 use model::gpu::{GpuGroup, GpuJob, GpuJobSpec, GpuModel, GpuOptions, GpuShare, Watch, WeightType};
 use model::{JobOptions, JobSpec, ModelConfig, ModelError, PrefixKv};
 use parallel::Plan;
+
+use numbers::{relative, values};
 
 const FIXTURES: &str = concat!(
     env!("CARGO_MANIFEST_DIR"),
@@ -266,25 +271,6 @@ fn kv_geometry(config: &ModelConfig) -> kv::KvGeometry {
         head_dim: config.head_dim,
         dtype: kv::KvDType::F32,
     }
-}
-
-fn values(seed: u64, count: usize) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 40) as f32 / (1_u64 << 23) as f32 - 1.0
-    };
-    (0..count).map(|_| next()).collect()
-}
-
-fn relative(a: &[f32], b: &[f32]) -> f64 {
-    assert_eq!(a.len(), b.len());
-    let square = |v: f64| v * v;
-    let difference: f64 = a.iter().zip(b).map(|(a, b)| square(f64::from(a - b))).sum();
-    let size: f64 = b.iter().map(|b| square(f64::from(*b))).sum();
-    (difference / size).sqrt()
 }
 
 fn options(weights: WeightType) -> GpuOptions {

@@ -4,6 +4,9 @@
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used, missing_docs)]
 
+#[path = "common/numbers.rs"]
+mod numbers;
+
 use std::path::Path;
 
 use kernels::Tensor;
@@ -11,6 +14,8 @@ use kernels::cuda::Gpu;
 use model::gpu::{GpuVae, GpuVaeParts};
 use model::vae::Tiles;
 use model::{Latents, LoadOptions, Model};
+
+use numbers::{relative, values};
 
 const CHECKPOINT: &str = concat!(
     env!("CARGO_MANIFEST_DIR"),
@@ -22,25 +27,6 @@ const BOTH: GpuVaeParts = GpuVaeParts {
 };
 /// f16 activations through some forty layers; f16 on the CPU differs from fp32 as much.
 const TOLERANCE: f64 = 1e-2;
-
-fn values(seed: u64, count: usize) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 40) as f32 / (1_u64 << 23) as f32 - 1.0
-    };
-    (0..count).map(|_| next()).collect()
-}
-
-fn relative(a: &[f32], b: &[f32]) -> f64 {
-    assert_eq!(a.len(), b.len());
-    let square = |v: f64| v * v;
-    let difference: f64 = a.iter().zip(b).map(|(a, b)| square(f64::from(a - b))).sum();
-    let size: f64 = b.iter().map(|b| square(f64::from(*b))).sum();
-    (difference / size).sqrt()
-}
 
 fn sides() -> (Model, GpuVae) {
     let cpu = Model::open(Path::new(CHECKPOINT), LoadOptions::default()).unwrap();

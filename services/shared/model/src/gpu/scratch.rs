@@ -7,7 +7,7 @@ use kernels::cuda::{DeviceBuffer, Gpu, GpuTensor, GpuType};
 use crate::error::ModelError;
 
 /// Alignment of every part, in bytes.
-const ALIGNMENT: usize = 1024;
+pub(crate) const ALIGNMENT: usize = 1024;
 
 /// One buffer that grows to the largest need so far.
 #[derive(Debug)]
@@ -46,11 +46,16 @@ impl Scratch {
             None => Arc::new(DeviceBuffer::new(&self.gpu, bytes, self.what)?),
         };
         self.buffer = Some(buffer.clone());
-        Ok(Parts { buffer, at: 0 })
+        Ok(Parts::new(buffer))
     }
 }
 
 impl Parts {
+    /// Parts from the start of `buffer` on.
+    pub(crate) fn new(buffer: Arc<DeviceBuffer>) -> Self {
+        Self { buffer, at: 0 }
+    }
+
     pub(crate) fn take(&mut self, dims: &[usize], dtype: GpuType) -> Result<GpuTensor, ModelError> {
         let tensor = GpuTensor::view(&self.buffer, self.at, dims, dtype)?;
         self.at += part_bytes(tensor.numel(), dtype);

@@ -6,7 +6,8 @@
 
 use kernels::cuda::{GpuConvWeight, GpuTensor, GpuType, Moves, Pictures, Shortcut, wide_softmax};
 
-use super::room::{Flow, Need, Room, part_bytes};
+use super::super::scratch::part_bytes;
+use super::room::{Flow, Need, Room};
 use super::{Affine, ELEMENT, VaeSource};
 use crate::error::ModelError;
 

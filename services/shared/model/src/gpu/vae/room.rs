@@ -8,6 +8,7 @@ use kernels::cuda::{
     group_norm_sum_elements, group_norm_sums,
 };
 
+use super::super::scratch::{ALIGNMENT, Parts};
 use super::{Affine, ELEMENT};
 use crate::config::NORM_GROUPS;
 use crate::error::ModelError;
@@ -18,8 +19,6 @@ const EPS: f32 = 1e-6;
 pub(super) const BUFFERS: usize = 3;
 /// Outputs of whole multiples of it bring their sums along.
 const SUMMED_CHANNELS: usize = 128;
-/// Alignment of parts of a buffer, in bytes.
-const ALIGNMENT: usize = 1024;
 
 /// How much a pass needs.
 #[derive(Clone, Copy, Debug, Default)]
@@ -84,25 +83,6 @@ impl Flow {
     }
 }
 
-/// Parts of a buffer, one after the other.
-pub(super) struct Parts {
-    buffer: Arc<DeviceBuffer>,
-    at: usize,
-}
-
-impl Parts {
-    pub(super) fn take(&mut self, dims: &[usize], dtype: GpuType) -> Result<GpuTensor, ModelError> {
-        let tensor = GpuTensor::view(&self.buffer, self.at, dims, dtype)?;
-        self.at += part_bytes(tensor.numel(), dtype);
-        Ok(tensor)
-    }
-}
-
-/// Bytes of such a part, with its alignment.
-pub(super) fn part_bytes(elements: usize, dtype: GpuType) -> usize {
-    (elements * dtype.bytes()).next_multiple_of(ALIGNMENT)
-}
-
 impl Room {
     pub(super) fn new(gpu: &Arc<Gpu>) -> Self {
         let (buffers, numbers) = (Vec::new(), None);
@@ -150,10 +130,7 @@ impl Room {
 
     pub(super) fn parts(&self, buffer: usize) -> Result<Parts, ModelError> {
         let buffer = self.buffers.get(buffer).ok_or_else(no_room)?;
-        Ok(Parts {
-            buffer: buffer.clone(),
-            at: 0,
-        })
+        Ok(Parts::new(buffer.clone()))
     }
 
     fn numbers(&self, offset: usize, elements: usize) -> Result<GpuTensor, ModelError> {
