@@ -181,13 +181,7 @@ fn jobs(
 
 fn random_prefix(bench: &GpuBench<'_>, seed: u64) -> Result<PrefixKv, OmniError> {
     let config = &bench.config;
-    let geometry = kv::KvGeometry {
-        layers: config.num_layers(),
-        kv_heads: config.num_kv_heads,
-        head_dim: config.head_dim,
-        dtype: kv::KvDType::F32,
-    };
-    denoise::prefix_values(geometry, bench.prefix, seed)
+    denoise::prefix_values(config.kv_geometry(), bench.prefix, seed)
 }
 
 /// One whole picture: every step, the decoder on the first rank, and the picture on the host.

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use kernels::Tensor;
-use kv::{KvDType, KvGeometry};
+use kv::KvGeometry;
 use parallel::eplb::LayerChange;
 use parallel::{Plan, RankContext};
 
@@ -411,12 +411,7 @@ fn info(config: &ModelConfig, buckets: &ResolutionGroup, weights_id: String) -> 
         cfg_distilled: config.cfg_distilled,
         max_sequence_tokens: config.max_position_embeddings,
         default_template: config.generation.template,
-        kv: KvGeometry {
-            layers: config.num_layers(),
-            kv_heads: config.num_kv_heads,
-            head_dim: config.head_dim,
-            dtype: KvDType::F32,
-        },
+        kv: config.kv_geometry(),
         pixels_per_token: config.pixels_per_token(),
         default_mode: config.generation.bot_task.clone(),
         system_prompts: Vec::new(),

@@ -224,7 +224,7 @@ type Seen = (Vec<Vec<f32>>, Vec<Vec<f32>>);
 fn denoise(model: &mut GpuModel, sizes: &[(usize, usize)], guidance: f64) -> Seen {
     let config = model.config().clone();
     let cell = config.pixels_per_token();
-    let geometry = kv_geometry(&config);
+    let geometry = config.kv_geometry();
     let mut jobs: Vec<GpuJob> = Vec::new();
     for (index, (height, width)) in sizes.iter().enumerate() {
         let seed = index as u64 + 1;
@@ -262,15 +262,6 @@ fn denoise(model: &mut GpuModel, sizes: &[(usize, usize)], guidance: f64) -> See
     model.wait().unwrap();
     let last = jobs.iter().map(|job| job.latents().unwrap());
     (first, last.map(|l| l.data().to_vec()).collect())
-}
-
-fn kv_geometry(config: &ModelConfig) -> kv::KvGeometry {
-    kv::KvGeometry {
-        layers: config.num_layers(),
-        kv_heads: config.num_kv_heads,
-        head_dim: config.head_dim,
-        dtype: kv::KvDType::F32,
-    }
 }
 
 fn options(weights: WeightType) -> GpuOptions {

@@ -9,6 +9,7 @@ mod vision;
 
 use std::path::Path;
 
+use kv::{KvDType, KvGeometry};
 use serde_json::Value;
 
 use self::fields::Fields;
@@ -146,6 +147,16 @@ impl ModelConfig {
     /// Layers of the backbone.
     pub fn num_layers(&self) -> usize {
         self.layers.len()
+    }
+
+    /// The KV of the whole model's prefixes, as it is held and sent.
+    pub fn kv_geometry(&self) -> KvGeometry {
+        KvGeometry {
+            layers: self.num_layers(),
+            kv_heads: self.num_kv_heads,
+            head_dim: self.head_dim,
+            dtype: KvDType::F32,
+        }
     }
 
     /// Pixels per image token along each side.
