@@ -221,6 +221,7 @@ impl AdminService for Service {
                 running: 2,
                 queued: 1,
                 capacity: 4,
+                ..Load::default()
             }),
             ..Default::default()
         };

@@ -82,7 +82,7 @@ impl Graph {
 }
 
 /// A crate, and what must not be reachable from it by any path.
-const NEVER_SEES: [(&str, &[&str]); 11] = [
+const NEVER_SEES: [(&str, &[&str]); 12] = [
     ("router", &["model", "kernels", "stage", "cudarc", "ucx-rs"]),
     (
         "omnictl",
@@ -107,6 +107,7 @@ const NEVER_SEES: [(&str, &[&str]); 11] = [
     ("fabric", &["tokio", "tonic", "kv", "parallel", "base"]),
     ("ingest", &["tokio", "tonic", "hyper", "model", "base"]),
     ("base", &["tonic", "prost", "axum", "proto"]),
+    ("schedule", &["tokio", "tonic", "proto", "model", "base"]),
     ("stage", &["router", "ar-stage", "dit-worker"]),
 ];
 

@@ -220,6 +220,7 @@ impl Stage for ArStage {
             running: narrow(running),
             queued: narrow(queued),
             capacity: narrow(MAX_RUNNING),
+            ..Load::default()
         };
         self.metrics.set(
             &telemetry::names::STAGE_QUEUE,

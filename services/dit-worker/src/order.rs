@@ -228,6 +228,7 @@ mod tests {
             previews: 2,
             preview_kind: PreviewKind::Linear.into(),
             priority: Priority::Background.into(),
+            ..DenoiseRequest::default()
         }
     }
 

@@ -450,6 +450,7 @@ impl Stage for DitWorker {
             queued: inside.saturating_sub(running),
             // Under guidance a job takes two rows.
             capacity: narrow(self.config.limits.max_rows.div_ceil(2)),
+            ..Load::default()
         };
         let reserved = self
             .loaded

@@ -204,6 +204,7 @@ mod tests {
                 running: 2,
                 queued: 1,
                 capacity: 4,
+                ..Load::default()
             }),
             ..Default::default()
         };

@@ -125,6 +125,12 @@ impl From<Failure> for RouterError {
     }
 }
 
+impl From<schedule::ScheduleError> for RouterError {
+    fn from(error: schedule::ScheduleError) -> Self {
+        Self::invalid(error.field, error.reason)
+    }
+}
+
 impl From<registry::RegistryError> for RouterError {
     fn from(error: registry::RegistryError) -> Self {
         Self::Server(Failure::of(&error))

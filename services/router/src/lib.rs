@@ -2,15 +2,12 @@
 //! within bounds, places them on stages and streams what the stages answer. It never sees a tensor,
 //! a token or a weight.
 //!
-//! Pure parts: [`validate`], [`sizes`], [`admission`], [`placement`], and, which requests do not go
-//! through yet, [`cost`] and [`batching`]; [`simulate`] runs them under a clock of events. The walk of
-//! one request is [`dispatch`].
+//! Pure parts: [`validate`], [`sizes`], [`admission`], [`placement`], and [`cost`] and [`batching`] of the crate
+//! `schedule`; [`simulate`] runs them under a clock of events. The walk of one request is `dispatch`.
 #![forbid(unsafe_code)]
 
 mod admin;
 pub mod admission;
-pub mod batching;
-pub mod cost;
 mod dispatch;
 mod error;
 mod fetch;
@@ -24,6 +21,8 @@ mod server;
 pub mod simulate;
 pub mod sizes;
 pub mod validate;
+
+pub use schedule::{batching, cost};
 
 pub use crate::{
     error::RouterError,

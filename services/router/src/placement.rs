@@ -146,6 +146,7 @@ mod tests {
                 running,
                 queued: 0,
                 capacity: 4,
+                ..Load::default()
             }),
             ..Member::default()
         }

@@ -301,6 +301,7 @@ impl Walk {
             priority: request.priority.into(),
             output_height: canvas.prefix.done.output_height,
             output_width: canvas.prefix.done.output_width,
+            age_ms: self.age_ms(),
         }
     }
 

@@ -306,6 +306,12 @@ impl Walk {
         request
     }
 
+    /// Since the request came, in milliseconds.
+    fn age_ms(&self) -> u32 {
+        let age = clock::now().saturating_duration_since(self.accepted_at);
+        u32::try_from(age.as_millis()).unwrap_or(u32::MAX)
+    }
+
     fn prefill_request(&self, epoch: u64, images: &[Vec<u8>]) -> PrefillRequest {
         let request = &self.request;
         let (size_from, size) = match request.open_size {

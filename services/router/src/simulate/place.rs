@@ -34,6 +34,7 @@ impl Places {
                 running: 0,
                 queued: 0,
                 capacity: 1,
+                ..Load::default()
             }),
             ..Member::default()
         };

@@ -3,11 +3,30 @@ use parallel::cost::{Interconnect, WeightType};
 use super::*;
 use crate::{
     batching::{Class, cost::Rules},
-    cost::tests::published,
+    cost::ModelNumbers,
     simulate::trace::seconds,
 };
 
 const POLICIES: [Policy; 2] = [Policy::Cost, Policy::FifoSameShape];
+
+/// The published model.
+fn published() -> ModelNumbers {
+    ModelNumbers {
+        layers: 32,
+        hidden: 4096,
+        heads: 32,
+        kv_heads: 8,
+        head_dim: 128,
+        experts: 64,
+        top_k: 8,
+        expert_inner: 3072,
+        shared_inner: 3072,
+        pixels_per_token: 16,
+        specials: 1,
+        edit_prefix_share: 1.25,
+        decode_flops_per_token: 2.52e10,
+    }
+}
 
 fn cluster(workers: u32) -> Cluster {
     Cluster {

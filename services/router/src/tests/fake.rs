@@ -214,6 +214,7 @@ pub(crate) async fn join_model(
                 running: 0,
                 queued: 0,
                 capacity: 4,
+                ..Load::default()
             }),
             ..Member::default()
         };

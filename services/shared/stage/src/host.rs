@@ -5,7 +5,7 @@ use base::{
     BuildInfo, Code, Failure, MemberId, Shutdown,
     task::{self, Owned},
 };
-use proto::server::Health;
+use proto::{server::Health, v1::StepCosts};
 use registry::{Backend, JoinOptions, Load, Member, MemberState, Membership, Role};
 use telemetry::{Admin, Metrics, Readiness};
 use tokio::net::TcpListener;
@@ -60,6 +60,11 @@ pub trait Stage: Send + Sync + 'static {
 
     /// How busy the stage is.
     fn report(&self) -> Load;
+
+    /// What a step costs, as far as that is known once the model is loaded; asked before the stage joins.
+    fn step_costs(&self) -> Option<StepCosts> {
+        None
+    }
 }
 
 /// The parts that live as long as the process.
@@ -177,6 +182,7 @@ fn member<S: Stage>(
         model: Some(model),
         epoch: 0,
         load: None,
+        step_costs: stage.step_costs(),
     }
 }
 

@@ -37,6 +37,7 @@ pub(crate) fn member(id: &str) -> Member {
         }),
         epoch: 0,
         load: Some(Load::default()),
+        step_costs: None,
     }
 }
 
@@ -45,6 +46,7 @@ pub(crate) fn beat(id: &str, lease: u64, state: MemberState, queued: u32) -> Bea
         running: 0,
         queued,
         capacity: 4,
+        ..Load::default()
     };
     Beat {
         member_id: id.to_owned(),
@@ -274,6 +276,7 @@ async fn a_membership_renews_reports_and_leaves(setup: Setup) {
         running: 2,
         queued: 1,
         capacity: 4,
+        ..Load::default()
     });
     let ready = snapshots
         .wait(SOON, |now| {

@@ -3,7 +3,7 @@ use parallel::{Axis, Plan, cost::Machine};
 use serde::{Deserialize, Serialize};
 
 use super::Load;
-use crate::RouterError;
+use crate::ScheduleError;
 
 /// Bytes of an activation, and of a cached key or value.
 const ACTIVATION_BYTES: f64 = 2.0;
@@ -106,8 +106,8 @@ impl Constants {
     /// Every constant is a number of seconds.
     ///
     /// # Errors
-    /// [`RouterError::Invalid`] otherwise.
-    pub fn check(&self) -> Result<(), RouterError> {
+    /// [`ScheduleError`] otherwise.
+    pub fn check(&self) -> Result<(), ScheduleError> {
         let all = [
             self.fixed_s,
             self.per_row_s,
@@ -123,7 +123,7 @@ impl Constants {
             return Ok(());
         }
         let reason = "must be seconds of 0 or more, per_token_s above 0, untouched_share 0 to 1";
-        Err(RouterError::invalid("constants", reason))
+        Err(ScheduleError::invalid("constants", reason))
     }
 
     /// The constants of `model` on `machine` under `plan`, with `streamed_layers` in host memory.
@@ -134,20 +134,20 @@ impl Constants {
     /// 1.03 ms for 2048.
     ///
     /// # Errors
-    /// [`RouterError::Invalid`]: a plan with `pp` or `cfg` is not priced here; sizes that are not positive.
+    /// [`ScheduleError`]: a plan with `pp` or `cfg` is not priced here; sizes that are not positive.
     pub fn derive(
         model: &ModelNumbers,
         machine: &Machine,
         plan: &Plan,
         streamed_layers: u32,
-    ) -> Result<Self, RouterError> {
+    ) -> Result<Self, ScheduleError> {
         model.check(streamed_layers)?;
         if plan.pp > 1 || plan.cfg > 1 {
             let reason = format!("{plan} has pp or cfg, whose steps are not predicted yet");
-            return Err(RouterError::invalid("plan", reason));
+            return Err(ScheduleError::invalid("plan", reason));
         }
         let mesh = plan.mesh();
-        let mesh = mesh.map_err(|error| RouterError::invalid("plan", error.to_string()))?;
+        let mesh = mesh.map_err(|error| ScheduleError::invalid("plan", error.to_string()))?;
         let layers = f64::from(model.layers);
         let bytes = weight_bytes(machine);
         // Tokens are split over the sequence axes, inner widths and heads over tp.
@@ -223,7 +223,7 @@ impl Moved {
 }
 
 impl ModelNumbers {
-    fn check(&self, streamed_layers: u32) -> Result<(), RouterError> {
+    fn check(&self, streamed_layers: u32) -> Result<(), ScheduleError> {
         let sizes = [
             self.layers,
             self.hidden,
@@ -242,11 +242,11 @@ impl ModelNumbers {
             && (0.0..=1e15).contains(&self.decode_flops_per_token);
         if !(sizes_fit && rest && shares) || self.top_k > self.experts {
             let reason = "must have sizes of 1 to 65536, and no more experts a token than experts";
-            return Err(RouterError::invalid("model", reason));
+            return Err(ScheduleError::invalid("model", reason));
         }
         if streamed_layers > self.layers {
             let reason = format!("must be at most the model's {} layers", self.layers);
-            return Err(RouterError::invalid("streamed_layers", reason));
+            return Err(ScheduleError::invalid("streamed_layers", reason));
         }
         Ok(())
     }

@@ -5,7 +5,7 @@ use parallel::{
 use proptest::prelude::*;
 
 use super::*;
-use crate::RouterError;
+use crate::ScheduleError;
 
 /// The published model.
 pub(crate) fn published() -> ModelNumbers {
@@ -31,7 +31,7 @@ pub(crate) fn h200(weights: WeightType, streamed_layers: u32) -> Constants {
     derive("single", weights, streamed_layers).unwrap()
 }
 
-fn derive(plan: &str, weights: WeightType, streamed: u32) -> Result<Constants, RouterError> {
+fn derive(plan: &str, weights: WeightType, streamed: u32) -> Result<Constants, ScheduleError> {
     let machine = Machine::h200(0, weights, Interconnect::NvLink);
     let plan: Plan = plan.parse().unwrap();
     Constants::derive(&published(), &machine, &plan, streamed)
@@ -97,7 +97,7 @@ fn plans_and_sizes_that_cannot_be_priced_are_refused_by_name() {
     for plan in ["pp=2", "cfg=2"] {
         let error = derive(plan, WeightType::Bf16, 0).unwrap_err();
         assert!(
-            matches!(error, RouterError::Invalid { field: "plan", .. }),
+            matches!(error, ScheduleError { field: "plan", .. }),
             "{error}"
         );
     }
