@@ -191,6 +191,7 @@ impl Stage for ArStage {
                     alone: Parts::PREFIX_WITH_IMAGES,
                     plan,
                     balance: BalanceOptions::default(),
+                    residency: model::Residency::All,
                 };
                 let ranks = Arc::new(Ranks::open(&dir, load)?);
                 work::warm_up(&ranks)?;

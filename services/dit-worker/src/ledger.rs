@@ -152,7 +152,9 @@ impl Ledger {
         };
         let taken = costs.resident + costs.fixed();
         let room = budget.checked_sub(taken).ok_or_else(|| {
-            let message = format!("{budget} bytes, and the model without requests takes {taken}");
+            let message = format!(
+                "{budget} bytes, and the model without requests takes {taken} (resident_layers keeps less of it)"
+            );
             StageError::config("memory", message)
         })?;
         tracing::info!(budget, taken, room, "memory for requests");

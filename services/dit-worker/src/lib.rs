@@ -33,6 +33,8 @@ pub struct DitWorkerConfig {
     pub plan: parallel::Plan,
     /// Whether and how experts move between ranks.
     pub balance: model::BalanceOptions,
+    /// How much of the decoder stays in memory; the rest is read in every step.
+    pub residency: model::Residency,
     /// Client side of KV transfer.
     pub client: ClientConfig,
     /// Bounds of one packed step.

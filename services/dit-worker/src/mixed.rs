@@ -60,6 +60,7 @@ fn ranks(plan: &str) -> Ranks {
         alone: parts,
         plan: plan.parse().unwrap(),
         balance: BalanceOptions::default(),
+        residency: model::Residency::All,
     };
     Ranks::open(Path::new(CHECKPOINT), load).unwrap()
 }

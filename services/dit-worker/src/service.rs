@@ -388,7 +388,7 @@ impl Stage for DitWorker {
 
     async fn load(&self) -> Result<v1::ModelInfo, StageError> {
         let (dir, plan) = (self.config.model.clone(), self.config.plan);
-        let balance = self.config.balance;
+        let (balance, residency) = (self.config.balance, self.config.residency);
         let cache = self.config.step_cache.clone();
         let memory = self.config.memory;
         let (ranks, preview, cache, ledger) = self
@@ -403,6 +403,7 @@ impl Stage for DitWorker {
                     alone: Parts::DENOISE,
                     plan,
                     balance,
+                    residency,
                 };
                 let ranks = Ranks::open(&dir, load)?;
                 let cache = cache.of_model(&dir)?;

@@ -20,6 +20,7 @@ fn the_ledger_is_close_to_the_peak() {
         alone: Parts::DENOISE,
         plan: "single".parse().unwrap(),
         balance: BalanceOptions::default(),
+        residency: model::Residency::All,
     };
     let ranks = Ranks::open(Path::new(CHECKPOINT), load).unwrap();
     let load = Load {

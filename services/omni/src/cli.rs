@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use clap::{Arg, ArgAction, ArgMatches, Args as _, Command, FromArgMatches as _, value_parser};
 
 use crate::{
-    bench::{AttentionArgs, DecodeArgs, DenoiseArgs, TransferArgs},
+    bench::{AttentionArgs, DecodeArgs, DenoiseArgs, OffloadArgs, TransferArgs},
     settings::{self, Role},
     simulate::SimulateArgs,
     tune::TuneArgs,
@@ -40,6 +40,8 @@ pub(crate) enum Action {
     BenchDecode(DecodeArgs),
     /// Measure the memory of attention.
     BenchAttention(AttentionArgs),
+    /// Measure steps whose layers are read from the checkpoint.
+    BenchOffload(OffloadArgs),
     /// Measure how fast prefixes move.
     BenchTransfer(TransferArgs),
     /// Fit the colours of cheap previews.
@@ -81,6 +83,7 @@ pub(crate) fn command() -> Command {
                 .subcommand(DenoiseArgs::augment_args(Command::new("denoise")))
                 .subcommand(DecodeArgs::augment_args(Command::new("decode")))
                 .subcommand(AttentionArgs::augment_args(Command::new("attention")))
+                .subcommand(OffloadArgs::augment_args(Command::new("offload")))
                 .subcommand(TransferArgs::augment_args(Command::new("transfer"))),
         )
         .subcommand(TuneArgs::augment_args(
@@ -178,6 +181,9 @@ fn bench(matches: &ArgMatches) -> Result<Action, clap::Error> {
         Some(("attention", matches)) => Ok(Action::BenchAttention(
             AttentionArgs::from_arg_matches(matches)?,
         )),
+        Some(("offload", matches)) => Ok(Action::BenchOffload(OffloadArgs::from_arg_matches(
+            matches,
+        )?)),
         Some(("transfer", matches)) => Ok(Action::BenchTransfer(TransferArgs::from_arg_matches(
             matches,
         )?)),

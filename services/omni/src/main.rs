@@ -72,6 +72,7 @@ fn run(action: Action) -> Result<(), OmniError> {
         Action::BenchDecode(args) => print(&bench::decode(&args)?),
         Action::BenchDenoise(args) => print(&bench::denoise(&args)?),
         Action::BenchAttention(args) => print(&bench::attention(&args)?),
+        Action::BenchOffload(args) => print(&bench::offload(&args)?),
         Action::BenchTransfer(args) => print(&bench::transfer(&args)?),
         Action::FitPreview(args) => print(&tune::fit_preview(&args)?),
         Action::Calibrate(args) => print(&tune::calibrate(&args)?),

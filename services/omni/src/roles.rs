@@ -12,7 +12,7 @@ use kv_transfer::{
     ClientConfig, Host, ServiceConfig,
     engine::{EngineConfig, Transport},
 };
-use model::{BalanceOptions, StepCache};
+use model::{BalanceOptions, Residency, StepCache};
 use parallel::eplb::EplbConfig;
 use registry::{Backend, EtcdConfig, EtcdTls, EtcdUser, RegistryError};
 use router::{FetchConfig, HostList, HostListError, RouterConfig, admission::Limits};
@@ -157,6 +157,7 @@ fn plan(role: Role, settings: &Settings, file: Option<&Path>) -> Result<Plan, Om
                 model: model_dir(settings)?,
                 plan: parallel_plan(settings, "plan")?,
                 balance: balance(settings)?,
+                residency: residency(settings)?,
                 client: receiver(settings)?,
                 limits: StepLimits {
                     max_rows: settings.count("max_rows", 1)?,
@@ -376,6 +377,22 @@ fn memory(settings: &Settings) -> Result<Option<u64>, OmniError> {
         return Ok(None);
     }
     settings.bytes("memory").map(|bytes| Some(bytes as u64))
+}
+
+/// How much of the decoder stays in memory: all, a number of layers of each rank, or bytes of all ranks.
+fn residency(settings: &Settings) -> Result<Residency, OmniError> {
+    let text = settings.text("resident_layers")?;
+    if text == "all" {
+        return Ok(Residency::All);
+    }
+    if let Ok(layers) = text.parse() {
+        return Ok(Residency::Layers(layers));
+    }
+    let bytes = settings.bytes("resident_layers").map_err(|_| {
+        let message = "must be all, a number of layers or bytes such as 40GiB";
+        OmniError::Config(format!("resident_layers {message}, got {text:?}"))
+    })?;
+    Ok(Residency::Bytes(bytes as u64))
 }
 
 /// How jobs save steps; what belongs to a model is read when that is loaded.

@@ -34,6 +34,7 @@ fn open(plan: &str) -> Arc<Ranks> {
         alone: Parts::PREFIX_WITH_IMAGES,
         plan: plan.parse().unwrap(),
         balance: BalanceOptions::default(),
+        residency: model::Residency::All,
     };
     Arc::new(Ranks::open(&checkpoint(), load).unwrap())
 }

@@ -245,6 +245,35 @@ pub(super) fn read_config(path: &Path, layers: Option<usize>) -> Result<ModelCon
     Ok(config)
 }
 
+/// Guided pictures of one size.
+pub(super) struct Batch {
+    pub(super) pictures: usize,
+    /// Pixels across and down.
+    pub(super) size: (usize, usize),
+    pub(super) steps: usize,
+    pub(super) prefix: usize,
+    pub(super) seed: u64,
+}
+
+/// Jobs of a batch, each with prefixes of its own; two rows each where guidance takes two.
+pub(super) fn guided_jobs(model: &Model, batch: &Batch) -> Result<Vec<DenoiseJob>, OmniError> {
+    let job = |index: usize| {
+        let seed = batch.seed.wrapping_add(index as u64);
+        let prefix = |salt: u64| random_prefix(model, batch.prefix, seed ^ salt).map(Arc::new);
+        let spec = JobSpec {
+            height: batch.size.1,
+            width: batch.size.0,
+            steps: batch.steps,
+            guidance: GUIDANCE,
+            seed,
+            cond: Some(prefix(1 << 32)?),
+            uncond: Some(prefix(2 << 32)?),
+        };
+        DenoiseJob::new(model, spec).map_err(model_error)
+    };
+    (0..batch.pictures).map(job).collect()
+}
+
 fn jobs(args: &DenoiseArgs, model: &Model) -> Result<Vec<DenoiseJob>, OmniError> {
     let (width, height) = size(args, model.config())?;
     let guided = args.rows.is_multiple_of(2) && !model.info().cfg_distilled;
@@ -268,7 +297,15 @@ fn jobs(args: &DenoiseArgs, model: &Model) -> Result<Vec<DenoiseJob>, OmniError>
 }
 
 fn size(args: &DenoiseArgs, config: &ModelConfig) -> Result<(usize, usize), OmniError> {
-    let Some(text) = &args.size else {
+    parse_size(args.size.as_deref(), config)
+}
+
+/// Width and height; without a text the model's square size.
+pub(super) fn parse_size(
+    text: Option<&str>,
+    config: &ModelConfig,
+) -> Result<(usize, usize), OmniError> {
+    let Some(text) = text else {
         let side = config.image_base_size;
         return Ok((side, side));
     };

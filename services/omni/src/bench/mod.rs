@@ -11,11 +11,13 @@ mod gpu_plan;
 #[cfg(feature = "cuda")]
 mod gpu_text;
 mod memory;
+mod offload;
 mod transfer;
 
 pub(crate) use attention::{AttentionArgs, run as attention};
 pub(crate) use decode::{DecodeArgs, run as decode};
 pub(crate) use denoise::{DenoiseArgs, run as denoise};
+pub(crate) use offload::{OffloadArgs, run as offload};
 pub(crate) use transfer::{TransferArgs, run as transfer};
 
 use crate::error::OmniError;

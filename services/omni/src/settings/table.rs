@@ -243,7 +243,7 @@ const AR_STAGE: [Setting; 11] = [
     ),
 ];
 
-const DIT_WORKER: [Setting; 17] = [
+const DIT_WORKER: [Setting; 18] = [
     DRAIN_GRACE,
     setting(
         "listen",
@@ -289,6 +289,13 @@ const DIT_WORKER: [Setting; 17] = [
         "BYTES",
         Value("auto"),
         "Memory that the worker may take in all; auto: what the machine has free once it is loaded",
+    ),
+    setting(
+        "resident_layers",
+        "LAYERS|BYTES",
+        Value("all"),
+        "Decoder layers that stay in memory: all, a number for each rank, or bytes in all such as 40GiB; \
+         the others are read from the checkpoint in every step, once for the whole batch",
     ),
     setting(
         "step_cache",

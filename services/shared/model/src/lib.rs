@@ -39,7 +39,7 @@ pub mod vae;
 pub mod vit;
 pub mod weights;
 
-pub use backbone::BalanceOptions;
+pub use backbone::{BalanceOptions, Residency, Travelling};
 pub use buckets::{Bucket, BucketSet, ResolutionGroup, SizeRequest};
 pub use config::{GenerationConfig, ModelConfig, MoeConfig, Template, VaeConfig, VitConfig};
 pub use diffusion::{DenoiseJob, JobOptions, JobSpec, JobState, StepCache, Taylor, Tea};

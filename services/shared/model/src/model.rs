@@ -1,13 +1,14 @@
 //! An opened model: its parts, and what it says about itself.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use kernels::Tensor;
 use kv::KvGeometry;
 use parallel::eplb::LayerChange;
 use parallel::{Plan, RankContext};
 
-use crate::backbone::{Backbone, BalanceOptions, NoProbe, Probe};
+use crate::backbone::{Backbone, BalanceOptions, NoProbe, Probe, Residency, Travelling};
 use crate::buckets::{Bucket, BucketSet, ResolutionGroup};
 use crate::config::{ModelConfig, Template};
 use crate::diffusion::{DenoiseJob, ImageHead, ImageStem, Modules, Observer};
@@ -21,7 +22,7 @@ use crate::system_prompts::SystemPrompts;
 use crate::tokenizer::{SpecialTokens, Tokenizer};
 use crate::vae::{Tiles, Vae};
 use crate::vit::Vit;
-use crate::weights::{Checkpoint, expected_tensors};
+use crate::weights::{Checkpoint, StoredType, expected_tensors};
 
 /// Which parts of a checkpoint to hold in memory (HunyuanImage-3.0 specification, which stage needs what).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,6 +90,8 @@ pub struct LoadOptions {
     pub rank: usize,
     /// Whether and how experts move between ranks.
     pub balance: BalanceOptions,
+    /// How many layers of the rank stay in memory.
+    pub residency: Residency,
 }
 
 /// What a model says about itself.
@@ -151,6 +154,13 @@ impl WeightSource for Checkpoint {
         Self::tensor(self, name, shape)
     }
 
+    fn value_bytes(&self, name: &str) -> usize {
+        match self.entry(name).map(|entry| entry.dtype) {
+            Some(StoredType::Bf16) => size_of::<u16>(),
+            _ => size_of::<f32>(),
+        }
+    }
+
     fn tensor_f32(&self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError> {
         Self::tensor_f32(self, name, shape)
     }
@@ -168,7 +178,7 @@ impl Model {
         let tokenizer = Tokenizer::from_dir(dir)?;
         let special = SpecialTokens::lookup(&tokenizer, &config)?;
         let weights_id = checkpoint.weights_id()?;
-        let mut model = Self::build(config, &checkpoint, options, weights_id)?;
+        let mut model = Self::build(config, Arc::new(checkpoint), options, weights_id)?;
         let system_prompts = SystemPrompts::from_dir(dir)?;
         let named = system_prompts.iter();
         model.info.system_prompts = named.map(|p| (p.name, p.fingerprint.clone())).collect();
@@ -183,18 +193,21 @@ impl Model {
     /// Builds the parts from any source of weights; the result has no tokenizer.
     pub(crate) fn build(
         config: ModelConfig,
-        source: &dyn WeightSource,
+        source: Arc<dyn WeightSource>,
         options: LoadOptions,
         weights_id: String,
     ) -> Result<Self, ModelError> {
-        let (root, parts) = (Scope::root(source), options.parts);
+        let (root, parts) = (Scope::root(&*source), options.parts);
         let buckets = resolution_group(&config)?;
         let rank = RankShard::new(&config, &options.plan, options.rank)?;
         let decoder = parts.text || parts.diffusion;
         let stem = parts.diffusion || parts.vae_encoder;
         Ok(Self {
             backbone: decoder
-                .then(|| Backbone::load(&root, &config, &rank, &options.balance, parts.text))
+                .then(|| {
+                    let hold = (&options.balance, options.residency);
+                    Backbone::load(&source, &config, &rank, hold, parts.text)
+                })
                 .transpose()?,
             stem: stem.then(|| ImageStem::load(&root, &config)).transpose()?,
             head: parts
@@ -263,6 +276,14 @@ impl Model {
     pub fn system_prompts(&self) -> Result<&SystemPrompts, ModelError> {
         let text = self.text.as_ref().ok_or_else(no_text)?;
         Ok(&text.system_prompts)
+    }
+
+    /// What is read from the checkpoint in every pass.
+    ///
+    /// # Errors
+    /// Those of [`Model::backbone`].
+    pub fn travelling(&self) -> Result<Travelling, ModelError> {
+        Ok(self.backbone()?.travelling())
     }
 
     /// The decoder.

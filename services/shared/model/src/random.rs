@@ -2,14 +2,21 @@
 //!
 //! Equal seeds and configs give equal weights, on every machine and for every number of threads.
 
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::Path;
+use std::sync::Arc;
+
 use half::bf16;
 use kernels::Tensor;
 use rayon::prelude::*;
+use serde_json::{Map, json};
 
 use crate::config::ModelConfig;
 use crate::error::ModelError;
 use crate::model::{LoadOptions, Model};
 use crate::source::WeightSource;
+use crate::weights::{Checkpoint, SINGLE_FILE, expected_tensors};
 
 /// Values that one piece of parallel work makes.
 const CHUNK: usize = 1 << 16;
@@ -21,6 +28,10 @@ struct RandomWeights {
 }
 
 impl WeightSource for RandomWeights {
+    fn value_bytes(&self, _name: &str) -> usize {
+        size_of::<bf16>()
+    }
+
     /// Matrices and convolutions: uniform with variance 1 / fan-in, BF16 as released checkpoints store them.
     /// Norm weights are 1 and biases 0, F32.
     fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError> {
@@ -83,31 +94,97 @@ impl Model {
     ) -> Result<Self, ModelError> {
         Self::build(
             config,
-            &RandomWeights { seed },
+            Arc::new(RandomWeights { seed }),
             options,
             format!("random-{seed}"),
         )
+    }
+
+    /// The same model from a checkpoint file that is written into `dir` first, so that layers can be read
+    /// from it.
+    ///
+    /// # Errors
+    /// Those of [`Model::random`]; `CheckpointFile` when it cannot be written or there is one already.
+    pub fn random_stored(
+        config: ModelConfig,
+        options: LoadOptions,
+        seed: u64,
+        dir: &Path,
+    ) -> Result<Self, ModelError> {
+        RandomWeights { seed }.store(&config, dir)?;
+        Self::stored(config, options, dir)
+    }
+
+    /// A model without a tokenizer whose weights are in `dir`.
+    ///
+    /// # Errors
+    /// A bad checkpoint; those of building the parts.
+    pub fn stored(
+        config: ModelConfig,
+        options: LoadOptions,
+        dir: &Path,
+    ) -> Result<Self, ModelError> {
+        let stored = Checkpoint::open(dir)?;
+        stored.verify(&expected_tensors(&config))?;
+        Self::build(config, Arc::new(stored), options, "stored".to_owned())
+    }
+}
+
+impl RandomWeights {
+    /// Writes every tensor of a model as one safetensors file.
+    fn store(&self, config: &ModelConfig, dir: &Path) -> Result<(), ModelError> {
+        let failed =
+            |e: std::io::Error| ModelError::file(SINGLE_FILE, format!("cannot be written: {e}"));
+        let (mut header, mut end) = (Map::new(), 0);
+        let tensors = expected_tensors(config);
+        for spec in &tensors {
+            let matrix = spec.shape.len() >= 2;
+            let (dtype, width) = if matrix { ("BF16", 2) } else { ("F32", 4) };
+            let start = end;
+            end += spec.shape.iter().product::<usize>() * width;
+            let entry =
+                json!({ "dtype": dtype, "shape": spec.shape, "data_offsets": [start, end] });
+            header.insert(spec.name.clone(), entry);
+        }
+        let header = serde_json::Value::Object(header).to_string();
+        let file = File::create_new(dir.join(SINGLE_FILE)).map_err(failed)?;
+        let mut file = BufWriter::new(file);
+        file.write_all(&(header.len() as u64).to_le_bytes())
+            .map_err(failed)?;
+        file.write_all(header.as_bytes()).map_err(failed)?;
+        for spec in &tensors {
+            let tensor = self.tensor(&spec.name, &spec.shape)?;
+            let written = match tensor.as_bf16() {
+                Ok(values) => file.write_all(bytemuck::cast_slice(values)),
+                Err(_) => file.write_all(bytemuck::cast_slice(tensor.as_f32()?)),
+            };
+            written.map_err(failed)?;
+        }
+        file.flush().map_err(failed)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::cell::RefCell;
     use std::collections::BTreeMap;
+    use std::sync::Mutex;
 
     use serde_json::json;
 
     use super::*;
     use crate::model::Parts;
-    use crate::weights::expected_tensors;
 
     /// Notes the name and shape of every tensor that is asked for.
     #[derive(Default)]
-    struct Noting(RefCell<BTreeMap<String, Vec<usize>>>);
+    struct Noting(Mutex<BTreeMap<String, Vec<usize>>>);
 
     impl WeightSource for Noting {
+        fn value_bytes(&self, _name: &str) -> usize {
+            2
+        }
+
         fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError> {
-            self.0.borrow_mut().insert(name.into(), shape.to_vec());
+            self.0.lock().unwrap().insert(name.into(), shape.to_vec());
             RandomWeights { seed: 0 }.tensor(name, shape)
         }
     }
@@ -147,13 +224,14 @@ mod tests {
                 .into_iter()
                 .map(|spec| (spec.name, spec.shape))
                 .collect();
-            let source = Noting::default();
+            let source = Arc::new(Noting::default());
             let options = LoadOptions {
                 parts: Parts::ALL,
                 ..LoadOptions::default()
             };
-            Model::build(config, &source, options, "noted".into()).unwrap();
-            assert_eq!(source.0.into_inner(), expected, "inner width {inner}");
+            Model::build(config, source.clone(), options, "noted".into()).unwrap();
+            let noted = source.0.lock().unwrap();
+            assert_eq!(*noted, expected, "inner width {inner}");
         }
     }
 

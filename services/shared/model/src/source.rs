@@ -7,9 +7,12 @@ use kernels::{Conv2dWeight, Conv3dWeight, DType, LinearWeight, Tensor};
 use crate::error::ModelError;
 
 /// Hands out weights by their checkpoint name.
-pub(crate) trait WeightSource {
+pub(crate) trait WeightSource: Send + Sync {
     /// The tensor `name`, whose shape must be `shape`; F32 or BF16, as stored.
     fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError>;
+
+    /// Bytes of a value of the tensor `name`, as stored.
+    fn value_bytes(&self, name: &str) -> usize;
 
     /// The tensor `name` widened to F32.
     fn tensor_f32(&self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError> {

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use model::{BalanceOptions, LoadOptions, Model, ModelError, ModelInfo, Parts};
+use model::{BalanceOptions, LoadOptions, Model, ModelError, ModelInfo, Parts, Residency};
 use parallel::{ParallelError, Plan, RankContext, collective::threads};
 
 use crate::{StageError, engine::guard};
@@ -32,6 +32,8 @@ pub struct RankLoad {
     pub plan: Plan,
     /// Whether and how experts move between ranks.
     pub balance: BalanceOptions,
+    /// How much of the decoder all ranks together keep in memory.
+    pub residency: Residency,
 }
 
 /// The ranks of one plan.
@@ -75,6 +77,7 @@ impl Ranks {
                 plan,
                 rank: ctx.rank(),
                 balance: load.balance,
+                residency: load.residency.shared_by(count),
                 ..LoadOptions::default()
             };
             Ok(Arc::new(Model::open(dir, options)?))
@@ -198,6 +201,7 @@ mod tests {
             alone: Parts::PREFIX,
             plan: plan.parse().unwrap(),
             balance: BalanceOptions::default(),
+            residency: Residency::All,
         };
         Ranks::open(Path::new(CHECKPOINT), load).unwrap()
     }
@@ -246,6 +250,7 @@ mod tests {
                 alone: Parts::PREFIX,
                 plan,
                 balance: BalanceOptions::default(),
+                residency: Residency::All,
             };
             let error = Ranks::open(Path::new("nowhere"), load).unwrap_err();
             let named = matches!(error, StageError::Config { field: "plan", .. });

@@ -5,12 +5,12 @@
 //! placement never changes a result.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use parallel::eplb::{EplbCluster, EplbConfig, LayerChange, Placement, Rebalancer, Spread};
 use parallel::{ParallelError, RankContext};
 
-use super::layer::Layer;
+use super::travel::Layers;
 use crate::config::ModelConfig;
 use crate::error::ModelError;
 use crate::rank::{RankShard, group};
@@ -26,10 +26,15 @@ pub struct BalanceOptions {
     pub hosts: usize,
 }
 
+/// Choices of each expert of a layer since they were last looked at.
+pub(super) type Counter = Arc<Mutex<Vec<u64>>>;
+
 /// The balancing state of one rank.
 #[derive(Debug)]
 pub(super) struct Balance {
     state: Mutex<Rebalancer>,
+    /// By layer: choices of each expert by this rank's tokens. They outlive layers that are read anew.
+    counters: Vec<Counter>,
     /// Set while experts move and left so by a failure: other ranks may have gone over to placements that
     /// this one does not know.
     torn: AtomicBool,
@@ -73,6 +78,10 @@ impl Balance {
         let state = Rebalancer::new(options.eplb, cluster, spread, &experts).map_err(refused)?;
         Ok(Some(Self {
             state: Mutex::new(state),
+            counters: experts
+                .iter()
+                .map(|experts| Arc::new(Mutex::new(vec![0; *experts])))
+                .collect(),
             torn: AtomicBool::new(false),
         }))
     }
@@ -81,6 +90,11 @@ impl Balance {
     pub(super) fn placement(&self, layer: usize) -> Option<Placement> {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.placement(layer).cloned()
+    }
+
+    /// What layer `layer` of this rank counts in.
+    pub(super) fn counter(&self, layer: usize) -> Option<Counter> {
+        self.counters.get(layer).cloned()
     }
 
     /// Refuses to compute with experts that may not be where the other ranks take them to be.
@@ -98,15 +112,15 @@ impl Balance {
         &self,
         ctx: &RankContext,
         rank: &RankShard,
-        layers: &[Layer],
+        layers: &Layers,
     ) -> Result<Vec<LayerChange>, ModelError> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let group = group(ctx, rank.plan().ep)?;
         self.torn.store(true, Ordering::Relaxed);
         if state.is_due() {
-            for (index, layer) in layers.iter().enumerate() {
+            for (index, counter) in self.counters.iter().enumerate() {
                 // Counts up to 2^24 are exact in F32; beyond that a decision needs no last digit.
-                let own = layer.moe().take_counts().into_iter().map(|n| n as f32);
+                let own = take(counter).into_iter().map(|n| n as f32);
                 let sum = group.all_reduce(own.collect())?.wait()?;
                 let counts: Vec<u64> = sum.into_iter().map(|n| n as u64).collect();
                 state.set_counts(index, &counts)?;
@@ -116,11 +130,21 @@ impl Balance {
         for change in &changes {
             let missing = || ModelError::Internal("a placement of no layer".into());
             let placement = state.placement(change.layer).ok_or_else(missing)?;
-            layers[change.layer]
-                .moe()
-                .rearrange(group, placement, &change.moves)?;
+            // A layer that travels is read from where its experts are now; all ranks of the group have the
+            // same ones.
+            match layers.resident(change.layer) {
+                Some(layer) => layer.moe().rearrange(group, placement, &change.moves)?,
+                None => layers.forget(),
+            }
         }
         self.torn.store(false, Ordering::Relaxed);
         Ok(changes)
     }
+}
+
+/// The counts since the last call.
+fn take(counter: &Counter) -> Vec<u64> {
+    let mut counts = counter.lock().unwrap_or_else(PoisonError::into_inner);
+    let fresh = vec![0; counts.len()];
+    std::mem::replace(&mut counts, fresh)
 }

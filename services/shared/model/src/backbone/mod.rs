@@ -10,6 +10,9 @@ mod moe;
 mod packing;
 mod probe;
 mod row;
+mod travel;
+
+use std::sync::Arc;
 
 use kernels::{LinearWeight, RopeTable, Tensor, embedding, linear, rms_norm};
 use parallel::eplb::LayerChange;
@@ -22,10 +25,15 @@ use self::layer::{Layer, Pass};
 use self::packing::Packing;
 pub use self::probe::{NoProbe, Probe, Site};
 pub use self::row::{Row, RowKv, RowSegment, segments};
+use self::travel::{Layers, Moving};
+pub use self::travel::{Residency, SLOTS, Travelling};
 use crate::config::ModelConfig;
 use crate::error::ModelError;
 use crate::rank::{RankShard, group};
-use crate::source::Scope;
+use crate::source::{Scope, WeightSource};
+
+/// A large matrix of a layer, whose stored type is that of the others.
+const LARGE: &str = "self_attn.qkv_proj.weight";
 
 /// What a pass is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,8 +50,10 @@ pub struct Backbone {
     rank: RankShard,
     hidden: usize,
     embedding: Tensor,
-    layers: Vec<Layer>,
-    balance: Option<Balance>,
+    layers: Layers,
+    /// Whether layers travel on any rank: a batch goes through the stages whole then, so that it is worth it.
+    travels: bool,
+    balance: Option<Arc<Balance>>,
     head: Option<TextHead>,
 }
 
@@ -57,15 +67,15 @@ struct TextHead {
 
 impl Backbone {
     pub(crate) fn load(
-        root: &Scope<'_>,
+        source: &Arc<dyn WeightSource>,
         config: &ModelConfig,
         rank: &RankShard,
-        balance: &BalanceOptions,
+        (options, residency): (&BalanceOptions, Residency),
         with_text_head: bool,
     ) -> Result<Self, ModelError> {
+        let root = Scope::root(&**source);
         let model = root.child("model");
         let (vocab, hidden) = (config.vocab_size, config.hidden_size);
-        let layers = model.child("layers");
         let head = with_text_head.then(|| {
             Ok::<_, ModelError>(TextHead {
                 norm: model.child("ln_f").f32("weight", &[hidden])?,
@@ -74,14 +84,24 @@ impl Backbone {
             })
         });
         let own = rank.layers();
-        let balance = Balance::new(config, rank, balance)?;
+        let balance = Balance::new(config, rank, options)?.map(Arc::new);
+        let width = source.value_bytes(&format!("model.layers.{}.{LARGE}", own.start));
+        let moving = Moving::new(config, rank, (residency, width), options)?;
+        let read = {
+            let (source, config) = (Arc::clone(source), config.clone());
+            let (rank, balance) = (rank.clone(), balance.clone());
+            move |index: usize| {
+                let layer = rank.layers().start + index;
+                let scope = Scope::root(&*source).child("model.layers").child(layer);
+                Layer::load(&scope, &config, &rank, layer, balance.as_deref())
+            }
+        };
         Ok(Self {
             rank: rank.clone(),
             hidden,
             embedding: model.child("wte").tensor("weight", &[vocab, hidden])?,
-            layers: own
-                .map(|l| Layer::load(&layers.child(l), config, rank, l, balance.as_ref()))
-                .collect::<Result<_, _>>()?,
+            layers: Layers::load(own.len(), (moving.layers, moving.bytes), Box::new(read))?,
+            travels: moving.anywhere,
             balance,
             head: head.transpose()?,
         })
@@ -103,7 +123,14 @@ impl Backbone {
     /// Refuses a context of another rank, and experts whose places are not known.
     fn check(&self, ctx: &RankContext) -> Result<(), ModelError> {
         self.rank.check(ctx)?;
-        self.balance.as_ref().map_or(Ok(()), Balance::check)
+        self.balance
+            .as_ref()
+            .map_or(Ok(()), |balance| balance.check())
+    }
+
+    /// What is read anew in every pass.
+    pub fn travelling(&self) -> Travelling {
+        self.layers.travelling()
     }
 
     /// Token embeddings, `[ids, hidden]`.
@@ -118,8 +145,8 @@ impl Backbone {
     /// is read on the first stage only; `rope` has one entry for each of these tokens. On the last stage the
     /// result is the raw residual stream of all tokens, without a final norm, when that is the goal.
     ///
-    /// Between stages each row travels by itself, so that a stage works on one while the next works on
-    /// another.
+    /// Between stages each row goes by itself, so that a stage works on one while the next works on
+    /// another; where layers travel the batch stays whole, because a stage reads them once for all its rows.
     ///
     /// # Errors
     /// `Internal` when segments do not cover a row or a cache is full, `Kernel` when shapes disagree,
@@ -133,7 +160,7 @@ impl Backbone {
         probe: &mut P,
     ) -> Result<Option<Tensor>, ModelError> {
         self.check(ctx)?;
-        if self.rank.plan().pp == 1 {
+        if self.rank.plan().pp == 1 || self.travels {
             return self.stage(ctx, x, (rows, rope), goal, probe);
         }
         let (mut out, mut at) = (Vec::with_capacity(rows.len()), 0);
@@ -183,13 +210,15 @@ impl Backbone {
             rope: &rope,
         };
         let cut_short = usize::from(last && goal == Goal::Cache);
-        let (whole, short) = self.layers.split_at(self.layers.len() - cut_short);
-        for layer in whole {
-            layer.forward(&mut x, &mut pass, probe)?;
+        let whole = self.layers.len() - cut_short;
+        let mut layers = self.layers.pass();
+        for index in 0..whole {
+            layers.layer(index)?.forward(&mut x, &mut pass, probe)?;
         }
-        for layer in short {
-            layer.forward_kv_only(&x, &mut pass, probe)?;
+        for index in whole..self.layers.len() {
+            layers.layer(index)?.forward_kv_only(&x, &mut pass, probe)?;
         }
+        drop(layers);
         packing.advance(rows);
         if !last {
             group(ctx, Axis::Pp)?.send(stage.index + 1, x.to_f32_vec())?;

@@ -4,7 +4,7 @@
 //! Spread experts get their tokens by an all-to-all and no token is dropped.
 
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError, RwLock};
+use std::sync::{PoisonError, RwLock};
 
 use kernels::{
     DType, ExpertWeights, LinearWeight, Routing, Tensor, add_assign, bf16, linear, moe_combine,
@@ -15,7 +15,7 @@ use parallel::{
     Axis, Collective, ExpertDispatch, SharedExpert, even_range, gate_up_rows, near_even_range,
 };
 
-use super::balance::Balance;
+use super::balance::{Balance, Counter};
 use super::layer::Pass;
 use super::probe::{Probe, Site};
 use crate::config::{ModelConfig, MoeConfig};
@@ -34,7 +34,7 @@ pub(super) struct Moe {
     /// Changed between steps only.
     bank: RwLock<Bank>,
     /// Choices of each expert by this rank's tokens, where experts are balanced.
-    counts: Option<Mutex<Vec<u64>>>,
+    counts: Option<Counter>,
     /// Tensor-parallel ranks, and whether experts are spread over them.
     tp: Place,
     over_tp: bool,
@@ -104,7 +104,7 @@ impl Moe {
                 experts: load_experts(&scope.child("experts"), moe, hidden, (&own, inner))?,
                 placement,
             }),
-            counts: balance.map(|_| Mutex::new(vec![0; moe.experts])),
+            counts: balance.and_then(|balance| balance.counter(index)),
             tp,
             over_tp,
             shared: SharedMlp::load(&scope.child("shared_mlp"), moe, hidden, rank)?,
@@ -197,16 +197,6 @@ impl Moe {
                 }
             }
         }
-    }
-
-    /// Choices of each expert by this rank's tokens since the last call.
-    pub(super) fn take_counts(&self) -> Vec<u64> {
-        let Some(counts) = &self.counts else {
-            return Vec::new();
-        };
-        let mut counts = counts.lock().unwrap_or_else(PoisonError::into_inner);
-        let fresh = vec![0; counts.len()];
-        std::mem::replace(&mut counts, fresh)
     }
 
     /// Copies experts to the slots they move to and goes over to `placement`. All ranks of the group call

@@ -194,7 +194,7 @@ pub fn assess(
     let step = timing.step()?;
     let (memory, streamed_layers) = memory::of(&timing, candidate.offload)?;
     let stream_seconds = memory.streamed as f64 / machine.host_rate;
-    let step_seconds = step.seconds.max(stream_seconds);
+    let step_seconds = offloaded_step(step.seconds, memory.streamed, machine.host_rate);
     let decode_seconds = sizes.vae.decode_flops(work.image_tokens) / machine.convolution;
     // Rank 0 decodes one picture after the other while the rest wait.
     let decodes = timing.batch as f64;
@@ -221,6 +221,12 @@ pub fn assess(
         pictures_per_second: work.concurrency as f64 / picture_seconds,
         misfit,
     })
+}
+
+/// Seconds of a step of `seconds` beside which `bytes` of layers are brought in at `rate` bytes a second.
+#[must_use]
+pub fn offloaded_step(seconds: f64, bytes: u64, rate: f64) -> f64 {
+    seconds.max(bytes as f64 / rate)
 }
 
 impl Candidate {
