@@ -1,5 +1,5 @@
 //! Compiles `omni/v1/*.proto` with protox (no protoc needed) into tonic code and a descriptor set.
-//! `image.proto` stands apart: what clients send is decoded strictly.
+//! The service of `image.proto` stands apart: what clients send is decoded strictly.
 use std::{env, error::Error, fs, path::PathBuf};
 
 use prost::Message as _;
@@ -13,7 +13,7 @@ const FILES: [&str; 6] = [
     "omni/v1/admin.proto",
 ];
 
-/// Decoded by `strict::StrictCodec`. It imports nothing, so it can be generated on its own.
+/// Its service decodes by `strict::StrictCodec`.
 const STRICT: &str = "omni/v1/image.proto";
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -25,14 +25,25 @@ fn main() -> Result<(), Box<dyn Error>> {
     fs::write(out.join("omni_descriptor.bin"), descriptors.encode_to_vec())?;
 
     let (mut strict, mut lenient) = (descriptors.clone(), descriptors);
-    strict.file.retain(|file| file.name() == STRICT);
-    lenient.file.retain(|file| file.name() != STRICT);
-    for (set, folder, codec) in [
-        (lenient, "lenient", "tonic_prost::ProstCodec"),
-        (strict, "strict", "crate::strict::StrictCodec"),
+    for file in &mut strict.file {
+        if file.name() != STRICT {
+            file.service.clear();
+        }
+    }
+    for file in &mut lenient.file {
+        if file.name() == STRICT {
+            file.service.clear();
+        }
+    }
+    // Every message is generated once, beside the lenient services.
+    let mut all = tonic_prost_build::Config::new();
+    all.enable_type_names();
+    let mut none = tonic_prost_build::Config::new();
+    none.extern_path(".omni.v1", "crate::v1");
+    for (set, folder, codec, config) in [
+        (lenient, "lenient", "tonic_prost::ProstCodec", all),
+        (strict, "strict", "crate::strict::StrictCodec", none),
     ] {
-        let mut config = tonic_prost_build::Config::new();
-        config.enable_type_names();
         let folder = out.join(folder);
         fs::create_dir_all(&folder)?;
         tonic_prost_build::configure()

@@ -3,10 +3,11 @@ use std::sync::{Arc, Mutex};
 
 use base::{Code, Failure, task};
 use proto::v1::{
-    Accepted, CancelRequest, CancelResponse, Done, DrainRequest, DrainResponse, GenerateRequest,
-    GenerateResponse, GetRequest, GetResponse, GetVersionRequest, GetVersionResponse, Image,
-    ListMembersRequest, ListMembersResponse, Load, Member, MemberState, Queued, Role, StepDone,
-    Timings,
+    Accepted, CancelRequest, CancelResponse, CordonRequest, CordonResponse, Done, DrainRequest,
+    DrainResponse, GenerateRequest, GenerateResponse, GetRequest, GetResponse, GetVersionRequest,
+    GetVersionResponse, Image, ListMembersRequest, ListMembersResponse, ListRequestsRequest,
+    ListRequestsResponse, Load, Member, MemberState, Queued, RequestRecord, Role, StepDone,
+    Timings, WatchEventsRequest, WatchEventsResponse,
     admin_service_server::{AdminService, AdminServiceServer},
     generate_response::Event,
     get_response::State,
@@ -25,6 +26,7 @@ pub(crate) struct Seen {
     pub(crate) generated: Vec<GenerateRequest>,
     pub(crate) cancelled: Vec<String>,
     pub(crate) drained: Vec<String>,
+    pub(crate) cordoned: Vec<(String, bool)>,
 }
 
 /// A running fake; dropped, it stops.
@@ -205,6 +207,7 @@ impl AdminService for Service {
             version: "9.9.9".to_owned(),
             git_sha: "abc".to_owned(),
             profile: "debug".to_owned(),
+            ..Default::default()
         }))
     }
 
@@ -228,6 +231,7 @@ impl AdminService for Service {
         Ok(Response::new(ListMembersResponse {
             members: vec![member],
             epoch: 3,
+            ..Default::default()
         }))
     }
 
@@ -241,5 +245,41 @@ impl AdminService for Service {
             .drained
             .push(request.into_inner().member_id);
         Ok(Response::new(DrainResponse {}))
+    }
+
+    async fn cordon(
+        &self,
+        request: Request<CordonRequest>,
+    ) -> Result<Response<CordonResponse>, Status> {
+        let CordonRequest {
+            member_id,
+            cordoned,
+        } = request.into_inner();
+        let mut seen = self.0.lock().unwrap();
+        seen.cordoned.push((member_id, cordoned));
+        Ok(Response::new(CordonResponse {}))
+    }
+
+    async fn list_requests(
+        &self,
+        _: Request<ListRequestsRequest>,
+    ) -> Result<Response<ListRequestsResponse>, Status> {
+        let record = RequestRecord {
+            request_id: "r1".to_owned(),
+            ..RequestRecord::default()
+        };
+        Ok(Response::new(ListRequestsResponse {
+            requests: vec![record],
+        }))
+    }
+
+    type WatchEventsStream = ReceiverStream<Result<WatchEventsResponse, Status>>;
+
+    async fn watch_events(
+        &self,
+        _: Request<WatchEventsRequest>,
+    ) -> Result<Response<Self::WatchEventsStream>, Status> {
+        let (_, receiver) = mpsc::channel(1);
+        Ok(Response::new(ReceiverStream::new(receiver)))
     }
 }

@@ -81,6 +81,13 @@ impl Gate {
         })
     }
 
+    /// Requests that run, and that wait.
+    #[allow(dead_code)] // for the status page
+    pub(crate) fn counts(&self) -> (usize, usize) {
+        let state = self.lock();
+        (state.admission.running(), state.admission.waiting())
+    }
+
     fn wake(&self, state: &mut State) {
         for ticket in state.admission.start() {
             if let Some(turn) = state.waiting.remove(&ticket) {

@@ -1,15 +1,20 @@
-//! Requests that run or have lately ended, for Get and Cancel. Bounded: running ones by admission,
+//! Requests that run or have lately ended, for Get, Cancel and operators. Bounded: running ones by admission,
 //! ended ones by [`base::limits::MAX_REMEMBERED_REQUESTS`].
 use std::{
     collections::{HashMap, VecDeque},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
 };
 
-use base::{Code, Fault as _, limits::MAX_REMEMBERED_REQUESTS};
-use proto::v1::{Accepted, GetResponse, get_response::State};
+use base::{
+    Code, Fault as _,
+    clock::{self, Clock as _},
+    limits::MAX_REMEMBERED_REQUESTS,
+};
+use proto::v1::{Accepted, GetResponse, RequestRecord, get_response::State};
 use tokio_util::sync::CancellationToken;
 
-use crate::RouterError;
+use crate::{RouterError, notes::Notes};
 
 #[derive(Debug)]
 struct Job {
@@ -18,6 +23,45 @@ struct Job {
     running: bool,
     /// Tells this job from an earlier one of the same id.
     serial: u64,
+    /// Everything that [`GetResponse`] does not have.
+    record: RequestRecord,
+    since: Instant,
+    /// How long it took, once it has ended.
+    took: Option<Duration>,
+    /// PNG of the latest preview, while it runs.
+    preview: Vec<u8>,
+}
+
+impl Job {
+    fn record(&self, full: bool) -> RequestRecord {
+        let now = || clock::now().saturating_duration_since(self.since);
+        let age = self.took.unwrap_or_else(now);
+        let GetResponse {
+            state,
+            accepted,
+            step,
+            error,
+            code,
+        } = self.answer.clone();
+        let mut record = RequestRecord {
+            request_id: accepted
+                .as_ref()
+                .map_or_else(String::new, |a| a.request_id.clone()),
+            state,
+            accepted,
+            step,
+            error,
+            code,
+            age_ms: age.as_secs_f64() * 1e3,
+            has_preview: !self.preview.is_empty(),
+            ..self.record.clone()
+        };
+        if !full {
+            record.placements.clear();
+            record.spans.clear();
+        }
+        record
+    }
 }
 
 #[derive(Debug, Default)]
@@ -63,11 +107,20 @@ impl Jobs {
             ..GetResponse::default()
         };
         answer.set_state(State::Queued);
+        let since = clock::now();
+        let record = RequestRecord {
+            accepted_unix_ms: clock::SystemClock.unix_millis(),
+            ..RequestRecord::default()
+        };
         let job = Job {
             answer,
             cancel: cancel.clone(),
             running: true,
             serial,
+            record,
+            since,
+            took: None,
+            preview: vec![],
         };
         table.jobs.insert(id.clone(), job);
         Ok(JobHandle {
@@ -89,6 +142,53 @@ impl Jobs {
         Ok(job.answer.clone())
     }
 
+    /// What is known of one request.
+    pub(crate) fn record(&self, id: &str, full: bool) -> Result<RequestRecord, RouterError> {
+        let table = self.lock();
+        let job = table.jobs.get(id);
+        job.map(|job| job.record(full))
+            .ok_or_else(|| RouterError::NoRequest(id.to_owned()))
+    }
+
+    /// Running requests, the oldest first, then those that have ended, the latest first; `limit` in all.
+    pub(crate) fn records(&self, limit: usize, full: bool) -> Vec<RequestRecord> {
+        let table = self.lock();
+        let mut running: Vec<_> = table.jobs.values().filter(|job| job.running).collect();
+        running.sort_by_key(|job| job.serial);
+        let ended = table.ended.iter().rev().filter_map(|(id, serial)| {
+            let job = table.jobs.get(id)?;
+            (job.serial == *serial && !job.running).then_some(job)
+        });
+        let all = running.into_iter().chain(ended).take(limit);
+        all.map(|job| job.record(full)).collect()
+    }
+
+    /// PNG of the latest preview of a request that runs; empty: there is none.
+    #[allow(dead_code)] // for the status page
+    pub(crate) fn preview(&self, id: &str) -> Vec<u8> {
+        let table = self.lock();
+        let job = table.jobs.get(id);
+        job.map_or_else(Vec::new, |job| job.preview.clone())
+    }
+
+    /// Changes the record of a request, unless another one has its id by now.
+    pub(crate) fn note(&self, id: &str, serial: u64, change: impl FnOnce(&mut RequestRecord)) {
+        let mut table = self.lock();
+        let job = table.jobs.get_mut(id);
+        if let Some(job) = job.filter(|job| job.serial == serial) {
+            change(&mut job.record);
+        }
+    }
+
+    /// Keeps the latest preview of a request.
+    pub(crate) fn previewed(&self, id: &str, serial: u64, png: Vec<u8>) {
+        let mut table = self.lock();
+        let job = table.jobs.get_mut(id);
+        if let Some(job) = job.filter(|job| job.serial == serial && job.running) {
+            job.preview = png;
+        }
+    }
+
     /// Asks a request to stop. False: it had ended.
     pub(crate) fn cancel(&self, id: &str) -> Result<bool, RouterError> {
         let table = self.lock();
@@ -105,6 +205,14 @@ impl JobHandle {
     /// Cancelled when Cancel was called.
     pub(crate) fn cancelled(&self) -> CancellationToken {
         self.cancel.clone()
+    }
+
+    /// Where the walk of the request writes down what becomes of it.
+    pub(crate) fn notes(&self, since: Instant) -> Notes {
+        if let Some(job) = self.jobs.lock().jobs.get_mut(&self.id) {
+            job.since = since;
+        }
+        Notes::new(self.jobs.clone(), (self.id.clone(), self.serial), since)
     }
 
     pub(crate) fn set_state(&self, state: State) {
@@ -134,6 +242,14 @@ impl JobHandle {
         let mut table = self.jobs.lock();
         if let Some(job) = table.jobs.get_mut(&self.id) {
             job.running = false;
+            job.took = Some(clock::now().saturating_duration_since(job.since));
+            job.preview = vec![];
+            let word = error.map_or("the request ended", |error| error.code().name());
+            for placement in &mut job.record.placements {
+                if placement.outcome.is_empty() {
+                    word.clone_into(&mut placement.outcome);
+                }
+            }
         }
         table.ended.push_back((self.id.clone(), self.serial));
         while table.ended.len() > MAX_REMEMBERED_REQUESTS {
@@ -206,6 +322,27 @@ mod tests {
         drop(jobs.begin(accepted("b")).unwrap());
         assert_eq!(jobs.get("b").unwrap().state(), State::Cancelled);
         assert_eq!(jobs.get("c").unwrap_err().code(), Code::NotFound);
+    }
+
+    #[test]
+    fn records_come_running_first_then_the_latest_that_ended() {
+        let jobs = Jobs::default();
+        let first = jobs.begin(accepted("first")).unwrap();
+        for id in ["a", "b"] {
+            jobs.begin(accepted(id)).unwrap().end(None);
+        }
+        let second = jobs.begin(accepted("second")).unwrap();
+        let ids = |limit| -> Vec<String> {
+            let records = jobs.records(limit, false);
+            records
+                .into_iter()
+                .map(|record| record.request_id)
+                .collect()
+        };
+        assert_eq!(ids(9), ["first", "second", "b", "a"]);
+        assert_eq!(ids(3), ["first", "second", "b"]);
+        assert_eq!(jobs.record("z", true).unwrap_err().code(), Code::NotFound);
+        drop((first, second));
     }
 
     #[test]

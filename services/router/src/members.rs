@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use proto::v1::ModelInfo;
+use proto::v1::{ModelInfo, Placement};
 use registry::{Role, Snapshots};
 use tonic::transport::Channel;
 
@@ -41,6 +41,8 @@ pub(crate) struct Assignment {
     pub(crate) member_id: String,
     pub(crate) channel: Channel,
     pub(crate) epoch: u64,
+    /// What it was chosen from.
+    pub(crate) considered: Placement,
     under_way: Arc<Mutex<HashMap<String, u32>>>,
 }
 
@@ -131,11 +133,13 @@ impl Members {
             .unwrap_or_else(PoisonError::into_inner);
         let member = placement::pick(&snapshot, wish, &under_way).ok_or_else(missing)?;
         let channel = self.channel(&member.endpoint, &snapshot)?;
+        let considered = placement::considered(&snapshot, wish, &under_way);
         *under_way.entry(member.id.clone()).or_default() += 1;
         Ok(Assignment {
             member_id: member.id.clone(),
             channel,
             epoch: snapshot.epoch,
+            considered,
             under_way: self.under_way.clone(),
         })
     }

@@ -1,9 +1,10 @@
 //! Which member takes a request. Pure: a snapshot and what this router has under way come in, a
 //! member comes out.
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
-use proto::v1::ModelInfo;
-use registry::{Member, Role, Snapshot};
+use base::limits::MAX_NOTED_CANDIDATES;
+use proto::v1::{Candidate, ModelInfo, PassedOver, Placement};
+use registry::{Member, MemberState, Role, Snapshot};
 
 /// What to look for.
 #[derive(Debug, Clone, Copy)]
@@ -39,6 +40,52 @@ pub fn pick<'a>(
     let count = u64::try_from(equals.len()).ok()?;
     let turn = usize::try_from(wish.turn % count).ok()?;
     equals.get(turn).map(|&&(member, _)| member)
+}
+
+/// The members that a placement was about: those that could have taken the request, the least loaded first,
+/// and how many of the role could not, by reason.
+pub(crate) fn considered(
+    snapshot: &Snapshot,
+    wish: Wish<'_>,
+    under_way: &HashMap<String, u32>,
+) -> Placement {
+    let mut passed = BTreeMap::<&str, u32>::new();
+    let mut eligible = Vec::new();
+    let alike = |member: &&Member| member.role() == wish.role;
+    for member in snapshot.members.values().filter(alike) {
+        let reason = if weights_of(member) != Some(wish.weights_id) {
+            "other weights"
+        } else if wish.tried.contains(&member.id) {
+            "already tried"
+        } else if member.cordoned {
+            "cordoned"
+        } else if member.state() != MemberState::Ready {
+            "not ready"
+        } else {
+            eligible.push((Share::of(member, under_way), member));
+            continue;
+        };
+        *passed.entry(reason).or_default() += 1;
+    }
+    eligible.sort_by(|(a, one), (b, other)| a.cmp(b).then_with(|| one.id.cmp(&other.id)));
+    let candidate = |(_, member): &(Share, &Member)| Candidate {
+        member: member.id.clone(),
+        load: member.load,
+        under_way: under_way.get(&member.id).copied().unwrap_or_default(),
+    };
+    let best = eligible.iter().take(MAX_NOTED_CANDIDATES);
+    let passed = passed.into_iter().map(|(reason, members)| PassedOver {
+        reason: reason.to_owned(),
+        members,
+    });
+    Placement {
+        stage: role_name(wish.role).to_owned(),
+        epoch: snapshot.epoch,
+        eligible: u32::try_from(eligible.len()).unwrap_or(u32::MAX),
+        candidates: best.map(candidate).collect(),
+        passed_over: passed.collect(),
+        ..Placement::default()
+    }
 }
 
 /// Models that can make an image now: some READY AR stage and some READY DiT worker hold the same
@@ -128,7 +175,7 @@ impl Eq for Share {}
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use registry::{Load, MemberState};
+    use registry::Load;
 
     use super::*;
 
@@ -202,6 +249,54 @@ mod tests {
         );
         let both = HashSet::from(["a".to_owned(), "b".to_owned()]);
         assert_eq!(pick(&snapshot, wish(&both, 0), &HashMap::new()), None);
+    }
+
+    #[test]
+    fn what_was_considered_has_the_best_first_and_a_reason_for_each_of_the_others() {
+        let mut cordoned = dit("c", 0);
+        cordoned.cordoned = true;
+        let starting = member("s", Role::DitWorker, MemberState::Starting, "w", 0);
+        let other = member("o", Role::DitWorker, MemberState::Ready, "v", 0);
+        let all = vec![
+            dit("a", 3),
+            dit("b", 1),
+            dit("t", 0),
+            cordoned,
+            starting,
+            other,
+        ];
+        let tried = HashSet::from(["t".to_owned()]);
+        let under_way = HashMap::from([("b".to_owned(), 2)]);
+        let snapshot = Snapshot::new(7, all);
+        let got = considered(&snapshot, wish(&tried, 0), &under_way);
+        assert_eq!(
+            (got.stage.as_str(), got.epoch, got.eligible),
+            ("dit-worker", 7, 2)
+        );
+        let best: Vec<_> = got
+            .candidates
+            .iter()
+            .map(|c| (c.member.as_str(), c.under_way))
+            .collect();
+        assert_eq!(best, [("b", 2), ("a", 0)]);
+        let passed: Vec<_> = got
+            .passed_over
+            .iter()
+            .map(|p| (p.reason.as_str(), p.members))
+            .collect();
+        assert_eq!(
+            passed,
+            [
+                ("already tried", 1),
+                ("cordoned", 1),
+                ("not ready", 1),
+                ("other weights", 1)
+            ]
+        );
+        assert_eq!(
+            pick(&snapshot, wish(&tried, 0), &under_way).unwrap().id,
+            "b"
+        );
     }
 
     #[test]

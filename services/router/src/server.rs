@@ -20,6 +20,7 @@ use tonic::service::RoutesBuilder;
 use crate::{
     RouterError, admin,
     admission::Limits,
+    events::{self, Events},
     fetch::{FetchConfig, Fetcher},
     front::{self, Context, HttpBounds},
     gate::Gate,
@@ -194,6 +195,7 @@ impl Bound {
             stop.clone().cancelled_owned(),
         ));
         let contact = task::spawn(follow_contact(snapshots.clone(), metrics.clone()));
+        let teller = task::spawn(events::follow(snapshots.clone(), context.events.clone()));
         let watcher = task::spawn(follow_readiness(
             snapshots,
             health.clone(),
@@ -210,7 +212,7 @@ impl Bound {
         }
 
         tracing::info!("router stopping");
-        drop((watcher, contact));
+        drop((watcher, contact, teller));
         readiness.set(false);
         health.set_all(false).await;
         context.closing.cancel();
@@ -240,6 +242,7 @@ impl Bound {
             members: Members::new(snapshots),
             gate: Gate::new(self.config.limits, self.metrics.clone()),
             jobs: Jobs::default(),
+            events: Events::default(),
             metrics: self.metrics.clone(),
             chance: Source::from_os(),
             tasks,
@@ -277,13 +280,17 @@ async fn routes(
     let (mut routes, health) = proto::server::routes(&services).await?;
     routes.add_service(front::server(context.clone()));
     if let Some(embedded) = &embedded {
-        routes.add_service(registry::service::server(Arc::new(embedded.clone()), stop));
+        routes.add_service(registry::service::server(
+            Arc::new(embedded.clone()),
+            stop.clone(),
+        ));
         health.set(names::REGISTRY, true).await;
     }
     routes.add_service(admin::server(admin::Admin {
         build: bound.config.build.clone(),
-        snapshots: context.members.snapshots.clone(),
+        context: context.clone(),
         registry,
+        stop,
     }));
     health.set(names::ADMIN, true).await;
     Ok((routes, health))

@@ -1,7 +1,11 @@
 //! The images of a request: side by side, each with its own worker, all on one prefix. Either every
 //! image comes out or the request fails; the first failure drops the others' streams.
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::{
+    sync::atomic::{AtomicU32, Ordering},
+    time::Instant,
+};
 
+use base::clock;
 use base::limits::{MAX_CHECKPOINT_BYTES, MAX_RESPONSE_BYTES};
 use futures_util::future::try_join_all;
 use proto::v1::{
@@ -37,6 +41,8 @@ struct Progress {
     fetched: bool,
     step: u32,
     image: bool,
+    /// When the worker said that it had its prefixes.
+    started_at: Option<Instant>,
 }
 
 /// How far an image has come, over all workers that were at it.
@@ -62,6 +68,7 @@ impl Way {
 /// What the denoiser told in all.
 struct Ended {
     started: DenoiseStarted,
+    started_at: Option<Instant>,
     done: DenoiseDone,
 }
 
@@ -81,7 +88,7 @@ impl Walk {
             job,
         };
         let images = (0..self.request.n).map(|index| self.denoise_image(canvas(index)));
-        for Ended { started, done } in try_join_all(images).await? {
+        for Ended { started, done, .. } in try_join_all(images).await? {
             timings.transfer_ms = timings.transfer_ms.max(started.transfer_ms);
             timings.transfer_bytes += started.transfer_bytes;
             timings.denoise_ms = timings.denoise_ms.max(done.denoise_ms);
@@ -103,19 +110,26 @@ impl Walk {
     }
 
     async fn denoise_image(&self, canvas: Canvas<'_>) -> Result<Ended, RouterError> {
-        let mut tries = Tries::new(Role::DitWorker);
+        let mut tries = Tries::new(Role::DitWorker, canvas.index);
         let mut way = Way::default();
         loop {
             let assignment = self.assign(&mut tries).await?;
-            let told = way.told;
+            let (told, from) = (way.told, clock::now());
             match self.denoise_once(&assignment, &canvas, &mut way).await {
-                Ok(ended) => return Ok(ended),
+                Ok(ended) => {
+                    let told = (&ended.started, ended.started_at, &ended.done);
+                    self.notes
+                        .denoised(from, (canvas.index, &assignment.member_id), told);
+                    return Ok(ended);
+                }
                 Err(lost) => {
+                    self.lost(from, &tries, (&assignment, &lost.error));
                     let lost = Lost {
                         moved: way.told > told,
                         ..lost
                     };
                     tries.again(lost, &assignment)?;
+                    tries.from_step = way.kept();
                     tracing::info!(
                         request_id = %self.request.request_id, image = canvas.index,
                         from = way.kept(), "denoising goes on from its last checkpoint"
@@ -162,6 +176,7 @@ impl Walk {
         match ended {
             Ok(done) => Ok(Ended {
                 started: progress.started,
+                started_at: progress.started_at,
                 done,
             }),
             Err(error) => Err(Lost {
@@ -193,6 +208,7 @@ impl Walk {
             Denoised::Started(started) => {
                 progress.started = started;
                 progress.fetched = true;
+                progress.started_at = Some(clock::now());
             }
             Denoised::Step(step) => self.stepped(step, (progress, way), canvas).await?,
             Denoised::Preview(preview) if !progress.image => {
@@ -271,6 +287,7 @@ impl Walk {
             return Ok(());
         }
         way.previews |= bit;
+        self.notes.previewed(&image.png);
         self.send(Event::Preview(Preview {
             index: canvas.index,
             number: preview.index,

@@ -25,6 +25,7 @@ use crate::{
     gate::Seat,
     jobs::JobHandle,
     members::Assignment,
+    notes::Notes,
     placement::role_name,
     prefix::Held,
     validate::{OpenSize, ValidRequest},
@@ -48,6 +49,8 @@ pub(crate) struct Walk {
     pub(crate) events: mpsc::Sender<Answer>,
     pub(crate) deadline: Deadline,
     pub(crate) accepted_at: Instant,
+    /// Where an operator reads later what happened here.
+    pub(crate) notes: Notes,
 }
 
 /// A phase that did not come to its end.
@@ -76,6 +79,10 @@ struct Prefix {
 /// The members of one role that were asked so far.
 struct Tries {
     role: Role,
+    /// Which image; 0 in a prefill.
+    image: u32,
+    /// Step that the next member goes on from.
+    from_step: u32,
     tried: HashSet<String>,
     /// That came to nothing.
     attempts: usize,
@@ -85,9 +92,11 @@ struct Tries {
 }
 
 impl Tries {
-    fn new(role: Role) -> Self {
+    fn new(role: Role, image: u32) -> Self {
         Self {
             role,
+            image,
+            from_step: 0,
             tried: HashSet::new(),
             attempts: 0,
             resumes: 0,
@@ -139,6 +148,7 @@ impl Walk {
             .await?;
         }
         timings.queue_ms = seat.started().await;
+        self.notes.queued(timings.queue_ms);
         job.set_state(State::Prefill);
         // From here to the end of the walk, however it ends, the prefixes are kept.
         let prefix = self.prefill().await?;
@@ -156,6 +166,7 @@ impl Walk {
         }
         timings.transfer_ms += prefix.done.publish_ms;
         timings.total_ms = clock::millis_since(self.accepted_at);
+        self.notes.done(&timings, (prefix.tokens, image_tokens));
         Ok(response(Event::Done(Done {
             timings: Some(timings),
             ar_stage: prefix.stage,
@@ -165,12 +176,17 @@ impl Walk {
     }
 
     async fn prefill(&self) -> Result<Prefix, RouterError> {
-        let images = self.context.fetcher.files(&self.request.images).await?;
-        let mut tries = Tries::new(Role::ArStage);
+        let images = self
+            .notes
+            .fetching(self.context.fetcher.files(&self.request.images));
+        let images = images.await?;
+        let mut tries = Tries::new(Role::ArStage, 0);
         loop {
             let assignment = self.assign(&mut tries).await?;
+            let from = clock::now();
             match self.prefill_once(&assignment, &images).await {
                 Ok((done, held)) => {
+                    self.notes.prefilled(from, &assignment.member_id, &done);
                     let cond = done.rows.first().and_then(|row| row.prefix.as_ref());
                     return Ok(Prefix {
                         tokens: cond.map_or(done.prompt_tokens, |prefix| prefix.tokens),
@@ -181,7 +197,10 @@ impl Walk {
                         held,
                     });
                 }
-                Err(lost) => tries.again(lost, &assignment)?,
+                Err(lost) => {
+                    self.lost(from, &tries, (&assignment, &lost.error));
+                    tries.again(lost, &assignment)?;
+                }
             }
         }
     }
@@ -286,11 +305,29 @@ impl Walk {
                     request_id = %self.request.request_id, stage, member = %assignment.member_id,
                     epoch = assignment.epoch, "placed"
                 );
+                let attempt = tries.attempts + tries.resumes + 1;
+                self.notes.placed(proto::v1::Placement {
+                    image: tries.image,
+                    member: assignment.member_id.clone(),
+                    attempt: u32::try_from(attempt).unwrap_or(u32::MAX),
+                    from_step: tries.from_step,
+                    ..assignment.considered.clone()
+                });
                 Ok(assignment)
             }
             // Nobody else: what the first one said is the answer.
             Err(missing) => Err(tries.last.take().unwrap_or(missing)),
         }
+    }
+
+    /// A stage did not bring a phase to its end.
+    fn lost(&self, from: Instant, tries: &Tries, (at, error): (&Assignment, &RouterError)) {
+        let stage = role_name(tries.role);
+        self.notes
+            .lost(from, (stage, tries.image), (&at.member_id, error));
+        let object = format!("member/{}", at.member_id);
+        let message = format!("{stage}, request {}: {error}", self.request.request_id);
+        self.context.events.warn("StageLost", object, message);
     }
 
     async fn send(&self, event: Event) -> Result<(), RouterError> {

@@ -23,6 +23,7 @@ pub(crate) use self::{
 use crate::{
     RouterError,
     dispatch::{Answer, Walk},
+    events::Events,
     fetch::Fetcher,
     gate::{Gate, Seat},
     jobs::{JobHandle, Jobs},
@@ -37,6 +38,8 @@ pub(crate) struct Context {
     pub(crate) members: Members,
     pub(crate) gate: Arc<Gate>,
     pub(crate) jobs: Jobs,
+    /// What happens, for operators.
+    pub(crate) events: Events,
     pub(crate) metrics: Metrics,
     pub(crate) chance: Source,
     pub(crate) tasks: Tracker,
@@ -62,6 +65,10 @@ impl Context {
             tracing::debug!(%error, "request refused");
             self.metrics
                 .count(&names::ROUTER_REQUESTS, &["", error.code().name()]);
+            // Of one kind, so that a flood of them is one event with a count.
+            let object = format!("code/{}", error.code().name());
+            self.events
+                .warn("RequestRefused", object, error.to_string());
             if let Some(reason) = error.shed_reason() {
                 self.metrics.count(&names::ROUTER_SHED, &[reason]);
             }
@@ -87,6 +94,8 @@ impl Context {
         let model = self.members.model(&checked.model).await?;
         let request = checked.resolve(&model, &self.chance)?;
         let job = self.jobs.begin(request.accepted())?;
+        let notes = job.notes(accepted_at);
+        notes.begun(&request);
         let seat = match self.gate.enter(request.cost) {
             Ok(seat) => seat,
             Err(error) => {
@@ -106,6 +115,7 @@ impl Context {
             events,
             deadline,
             accepted_at,
+            notes,
         };
         self.tasks.spawn(Box::pin(drive(
             walk,
@@ -162,6 +172,11 @@ fn report(walk: &Walk, error: Option<&RouterError>) {
         Some(error) if error.code() == Code::Cancelled => {
             tracing::info!(%request_id, %size, ms, "request cancelled");
         }
-        Some(error) => tracing::warn!(%request_id, %size, ms, code, %error, "request failed"),
+        Some(error) => {
+            tracing::warn!(%request_id, %size, ms, code, %error, "request failed");
+            let object = format!("request/{request_id}");
+            let message = format!("{error} ({code})");
+            walk.context.events.warn("RequestFailed", object, message);
+        }
     }
 }

@@ -3,6 +3,7 @@ mod ends;
 mod fake;
 mod http;
 mod leases;
+mod operate;
 mod pool;
 mod refusals;
 mod resume;

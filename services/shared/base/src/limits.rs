@@ -39,6 +39,12 @@ pub const MAX_CHECKPOINT_BYTES: usize = 1 << 20;
 pub const EVENT_QUEUE: usize = 64;
 /// Recent requests a router remembers for Get.
 pub const MAX_REMEMBERED_REQUESTS: usize = 4_096;
+/// Spans that a router keeps of one request; likewise placements, a quarter of it.
+pub const MAX_NOTED_SPANS: usize = 128;
+/// Candidates that a router keeps of one placement.
+pub const MAX_NOTED_CANDIDATES: usize = 8;
+/// Events of a cluster that a router keeps.
+pub const MAX_EVENTS: usize = 1_024;
 /// Members a registry holds.
 pub const MAX_MEMBERS: usize = 4_096;
 /// Membership events a slow watcher may fall behind before it gets a fresh snapshot.

@@ -116,6 +116,13 @@ impl Registry for Embedded {
         Ok(())
     }
 
+    async fn cordon(&self, member_id: &str, cordoned: bool) -> Result<(), RegistryError> {
+        let mut state = self.shared.lock();
+        let update = state.cordon(member_id, cordoned)?;
+        self.shared.publish(&state, update);
+        Ok(())
+    }
+
     async fn publish_plan(&self, plan: Plan) -> Result<u64, RegistryError> {
         let mut state = self.shared.lock();
         let update = state.publish_plan(plan)?;

@@ -47,6 +47,9 @@ pub trait Registry: Send + Sync + std::fmt::Debug + 'static {
     /// Asks a member to drain: it gets no new work from now on, and hears of it at its next beat.
     /// Asking again changes nothing. It stays asked until its record ends.
     async fn drain(&self, member_id: &str) -> Result<(), RegistryError>;
+    /// Keeps new work from a member, or lets it have work again. It is no state of the member's own: it
+    /// goes on with what it has, hears nothing of it, and stays cordoned until its record ends.
+    async fn cordon(&self, member_id: &str, cordoned: bool) -> Result<(), RegistryError>;
     /// Replaces the plan of a pool; the answer is the epoch of the publication. The plan must be of
     /// the generation that follows the one in force (1 for the first), so that of several
     /// publishers that saw the same plan one succeeds and the others get

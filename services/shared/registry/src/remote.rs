@@ -3,8 +3,9 @@ use std::time::Duration;
 
 use base::limits::CONTROL_DEADLINE;
 use proto::v1::{
-    DeregisterRequest, DrainMemberRequest, KeepAliveRequest, PublishPlanRequest, RegisterRequest,
-    WatchRequest, registry_service_client::RegistryServiceClient,
+    CordonMemberRequest, DeregisterRequest, DrainMemberRequest, KeepAliveRequest,
+    PublishPlanRequest, RegisterRequest, WatchRequest,
+    registry_service_client::RegistryServiceClient,
 };
 use tokio::sync::mpsc;
 use tonic::{Request, Status, transport::Channel};
@@ -46,6 +47,16 @@ fn control<T>(message: T) -> Request<T> {
 
 fn remote(status: &Status) -> RegistryError {
     RegistryError::Remote(proto::status::failure(status))
+}
+
+/// What a call about one member answered.
+fn about(member_id: &str, answer: Result<(), RegistryError>) -> Result<(), RegistryError> {
+    match answer {
+        Err(RegistryError::Remote(failure)) if failure.code == base::Code::NotFound => {
+            Err(RegistryError::NoMember(member_id.to_owned()))
+        }
+        answer => answer,
+    }
 }
 
 /// Waits for an answer, [`CONTROL_DEADLINE`] at most.
@@ -109,13 +120,17 @@ impl Registry for Remote {
         let message = DrainMemberRequest {
             member_id: member_id.to_owned(),
         };
-        match bounded(self.client.clone().drain_member(control(message))).await {
-            Ok(_) => Ok(()),
-            Err(RegistryError::Remote(failure)) if failure.code == base::Code::NotFound => {
-                Err(RegistryError::NoMember(member_id.to_owned()))
-            }
-            Err(error) => Err(error),
-        }
+        let drained = bounded(self.client.clone().drain_member(control(message))).await;
+        about(member_id, drained.map(|_| ()))
+    }
+
+    async fn cordon(&self, member_id: &str, cordoned: bool) -> Result<(), RegistryError> {
+        let message = CordonMemberRequest {
+            member_id: member_id.to_owned(),
+            cordoned,
+        };
+        let done = bounded(self.client.clone().cordon_member(control(message))).await;
+        about(member_id, done.map(|_| ()))
     }
 
     async fn publish_plan(&self, plan: Plan) -> Result<u64, RegistryError> {

@@ -5,9 +5,10 @@ use base::limits::MAX_REQUEST_BYTES;
 use proto::{
     status::status,
     v1::{
-        DeregisterRequest, DeregisterResponse, DrainMemberRequest, DrainMemberResponse,
-        KeepAliveRequest, KeepAliveResponse, PublishPlanRequest, PublishPlanResponse,
-        RegisterRequest, RegisterResponse, WatchRequest, WatchResponse,
+        CordonMemberRequest, CordonMemberResponse, DeregisterRequest, DeregisterResponse,
+        DrainMemberRequest, DrainMemberResponse, KeepAliveRequest, KeepAliveResponse,
+        PublishPlanRequest, PublishPlanResponse, RegisterRequest, RegisterResponse, WatchRequest,
+        WatchResponse,
         registry_service_server::{RegistryService, RegistryServiceServer},
     },
 };
@@ -100,6 +101,19 @@ impl RegistryService for Service {
         let drained = self.registry.drain(&member_id).await;
         drained.map_err(|error| status(&error))?;
         Ok(Response::new(DrainMemberResponse {}))
+    }
+
+    async fn cordon_member(
+        &self,
+        request: Request<CordonMemberRequest>,
+    ) -> Result<Response<CordonMemberResponse>, Status> {
+        let CordonMemberRequest {
+            member_id,
+            cordoned,
+        } = request.into_inner();
+        let done = self.registry.cordon(&member_id, cordoned).await;
+        done.map_err(|error| status(&error))?;
+        Ok(Response::new(CordonMemberResponse {}))
     }
 
     async fn publish_plan(

@@ -48,9 +48,9 @@ impl Snapshot {
 
     /// Members of a role that take work.
     pub fn ready(&self, role: Role) -> impl Iterator<Item = &Member> {
-        self.members
-            .values()
-            .filter(move |member| member.role() == role && member.state() == MemberState::Ready)
+        self.members.values().filter(move |member| {
+            member.role() == role && member.state() == MemberState::Ready && !member.cordoned
+        })
     }
 
     /// Applies an update. Updates that are older than the picture change nothing.
@@ -225,11 +225,14 @@ mod tests {
                 member("d", Role::ArStage, MemberState::Draining),
             ],
         );
-        let ids: Vec<_> = snapshot
-            .ready(Role::ArStage)
-            .map(|m| m.id.as_str())
-            .collect();
-        assert_eq!(ids, ["a"]);
+        let ids = |snapshot: &Snapshot| -> Vec<String> {
+            let ready = snapshot.ready(Role::ArStage);
+            ready.map(|member| member.id.clone()).collect()
+        };
+        assert_eq!(ids(&snapshot), ["a"]);
+        let mut cordoned = snapshot;
+        cordoned.members.get_mut("a").unwrap().cordoned = true;
+        assert!(ids(&cordoned).is_empty());
     }
 
     #[test]

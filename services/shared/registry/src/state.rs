@@ -123,6 +123,7 @@ impl State {
             return Err(RegistryError::Full(MAX_MEMBERS));
         }
         let drain = before.is_some_and(|record| record.drain);
+        member.cordoned = before.is_some_and(|record| record.member.cordoned);
         if drain {
             member.set_state(MemberState::Draining);
         }
@@ -218,6 +219,27 @@ impl State {
         }
         record.drain = true;
         record.member.set_state(MemberState::Draining);
+        let member = record.member.clone();
+        self.epoch += 1;
+        Ok(Some(self.update(Event::Put(Box::new(member)))))
+    }
+
+    /// Keeps new work from a member, or lets it have work again. `None`: it stood so before.
+    ///
+    /// # Errors
+    /// [`RegistryError::NoMember`].
+    pub fn cordon(
+        &mut self,
+        member_id: &str,
+        cordoned: bool,
+    ) -> Result<Option<Update>, RegistryError> {
+        let Some(record) = self.records.get_mut(member_id) else {
+            return Err(RegistryError::NoMember(member_id.to_owned()));
+        };
+        if record.member.cordoned == cordoned {
+            return Ok(None);
+        }
+        record.member.cordoned = cordoned;
         let member = record.member.clone();
         self.epoch += 1;
         Ok(Some(self.update(Event::Put(Box::new(member)))))
@@ -354,6 +376,7 @@ mod tests {
         Beat(u8, bool),
         Deregister(u8),
         Drain(u8),
+        Cordon(u8, bool),
         Publish(u8, u64),
         Wait(u64),
     }
@@ -364,6 +387,7 @@ mod tests {
             (0..4_u8, any::<bool>()).prop_map(|(id, ready)| Step::Beat(id, ready)),
             (0..4_u8).prop_map(Step::Deregister),
             (0..4_u8).prop_map(Step::Drain),
+            (0..4_u8, any::<bool>()).prop_map(|(id, cordoned)| Step::Cordon(id, cordoned)),
             (0..2_u8, 1..4_u64).prop_map(|(pool, generation)| Step::Publish(pool, generation)),
             (1..900_u64).prop_map(Step::Wait),
         ];
@@ -410,6 +434,10 @@ mod tests {
                     }
                     Step::Drain(id) => {
                         state.drain(&format!("m{id}")).ok().flatten().into_iter().collect()
+                    }
+                    Step::Cordon(id, cordoned) => {
+                        let answer = state.cordon(&format!("m{id}"), cordoned);
+                        answer.ok().flatten().into_iter().collect()
                     }
                     Step::Publish(pool, generation) => {
                         let pool = format!("p{pool}");

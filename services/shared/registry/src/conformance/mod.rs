@@ -35,9 +35,8 @@ pub(crate) fn member(id: &str) -> Member {
             name: "tiny".to_owned(),
             ..ModelInfo::default()
         }),
-        epoch: 0,
         load: Some(Load::default()),
-        step_costs: None,
+        ..Member::default()
     }
 }
 
@@ -230,6 +229,48 @@ async fn a_drained_member_hears_of_it_and_stays_drained(setup: Setup) {
     registry.register(member("a"), TTL).await.unwrap();
     let state = setup.now().await.members["a"].state();
     assert_eq!(state, MemberState::Starting);
+}
+
+/// Registers "a" and makes it ready; answers its lease.
+async fn ready(setup: &Setup) -> u64 {
+    let grant = setup.registry.register(member("a"), TTL).await.unwrap();
+    let beat = beat("a", grant.lease, MemberState::Ready, 0);
+    let renewal = setup.registry.keep_alive(beat).await.unwrap();
+    assert!(!renewal.drain);
+    grant.lease
+}
+
+/// How many workers take work.
+async fn offered(setup: &Setup) -> usize {
+    setup.now().await.ready(Role::DitWorker).count()
+}
+
+async fn a_cordoned_member_takes_no_work_until_it_is_let_again(setup: Setup) {
+    ready(&setup).await;
+    let before = setup.now().await.epoch;
+    // Whoever asks, and however often.
+    setup.other.cordon("a", true).await.unwrap();
+    setup.registry.cordon("a", true).await.unwrap();
+    assert_eq!(offered(&setup).await, 0);
+    assert!(setup.now().await.epoch > before);
+    setup.registry.cordon("a", false).await.unwrap();
+    setup.other.cordon("a", false).await.unwrap();
+    assert_eq!(offered(&setup).await, 1);
+    let unknown = setup.registry.cordon("b", true).await.unwrap_err();
+    assert_eq!(unknown, RegistryError::NoMember("b".to_owned()));
+}
+
+async fn a_cordon_is_no_drain_and_ends_with_the_record_it_is_about(setup: Setup) {
+    ready(&setup).await;
+    setup.registry.cordon("a", true).await.unwrap();
+    // No beat and no new record of the member's ends it.
+    let again = ready(&setup).await;
+    let now = setup.now().await;
+    assert_eq!(now.members["a"].state(), MemberState::Ready);
+    assert_eq!(now.ready(Role::DitWorker).count(), 0);
+    setup.registry.deregister("a", again).await.unwrap();
+    ready(&setup).await;
+    assert_eq!(offered(&setup).await, 1);
 }
 
 async fn a_watcher_that_slept_sees_the_truth_in_order(setup: Setup) {
@@ -439,6 +480,8 @@ suite! {
     a_silent_member_is_removed
     bad_records_are_refused_by_field
     a_drained_member_hears_of_it_and_stays_drained
+    a_cordoned_member_takes_no_work_until_it_is_let_again
+    a_cordon_is_no_drain_and_ends_with_the_record_it_is_about
     a_watcher_that_slept_sees_the_truth_in_order
     a_member_that_returns_is_newer_than_every_picture_of_before
     plans_follow_one_another_and_outlive_members

@@ -5,6 +5,7 @@
 //! /omni/<cluster>/members/<id>   the record, without load; bound to the member's lease
 //! /omni/<cluster>/loads/<id>     the load; bound to the same lease
 //! /omni/<cluster>/drains/<id>    exists: an operator asked for a drain; bound to the same lease
+//! /omni/<cluster>/cordons/<id>   exists: an operator keeps new work from it; bound to the same lease
 //! /omni/<cluster>/plans/<pool>   the plan; bound to no lease
 //! /omni/<cluster>/epoch          written with every change of the above but load
 //! ```
@@ -18,6 +19,7 @@ pub(crate) enum Kind<'a> {
     Member(&'a str),
     Load(&'a str),
     Drain(&'a str),
+    Cordon(&'a str),
     Plan(&'a str),
     Epoch,
 }
@@ -57,6 +59,10 @@ impl Keys {
         format!("{}drains/{id}", self.prefix)
     }
 
+    pub(crate) fn cordon(&self, id: &str) -> String {
+        format!("{}cordons/{id}", self.prefix)
+    }
+
     pub(crate) fn plans(&self) -> String {
         format!("{}plans/", self.prefix)
     }
@@ -77,6 +83,7 @@ impl Keys {
             Some(("members", id)) => Some(Kind::Member(id)),
             Some(("loads", id)) => Some(Kind::Load(id)),
             Some(("drains", id)) => Some(Kind::Drain(id)),
+            Some(("cordons", id)) => Some(Kind::Cordon(id)),
             Some(("plans", pool)) => Some(Kind::Plan(pool)),
             _ => None,
         }
@@ -94,6 +101,7 @@ mod tests {
             (keys.member("a"), Kind::Member("a")),
             (keys.load("a"), Kind::Load("a")),
             (keys.drain("a"), Kind::Drain("a")),
+            (keys.cordon("a"), Kind::Cordon("a")),
             (keys.plan("x/y"), Kind::Plan("x/y")),
             (keys.epoch(), Kind::Epoch),
         ];

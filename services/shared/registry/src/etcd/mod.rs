@@ -160,6 +160,8 @@ impl Etcd {
     fn put_member(&self, member: &Member, lease: i64) -> TxnOp {
         let record = Member {
             load: None,
+            // It has a key of its own.
+            cordoned: false,
             ..member.clone()
         };
         let leased = PutOptions::new().with_lease(lease);
@@ -178,6 +180,11 @@ impl Etcd {
     fn put_drain(&self, id: &str, lease: i64) -> TxnOp {
         let leased = PutOptions::new().with_lease(lease);
         TxnOp::put(self.keys.drain(id), "", Some(leased))
+    }
+
+    fn put_cordon(&self, id: &str, lease: i64) -> TxnOp {
+        let leased = PutOptions::new().with_lease(lease);
+        TxnOp::put(self.keys.cordon(id), "", Some(leased))
     }
 
     /// Everything about a member, provided it holds this lease.
@@ -210,6 +217,40 @@ impl Etcd {
         }))
     }
 
+    /// Sets or removes a mark of an operator on a member, a key without a value.
+    async fn mark(&self, member_id: &str, key: String, set: bool) -> Result<(), RegistryError> {
+        for _ in 0..MAX_TRIES {
+            let reads = [
+                TxnOp::get(self.keys.member(member_id), None),
+                TxnOp::get(key.clone(), None),
+            ];
+            let txn = Txn::new().and_then(reads.to_vec());
+            let mut read = answers(&self.txn("read a record", txn).await?);
+            let [mark, record] = [(); 2].map(|()| read.pop().unwrap_or_default().kv);
+            let Some(record) = record else {
+                return Err(RegistryError::NoMember(member_id.to_owned()));
+            };
+            if mark.is_some() == set {
+                return Ok(());
+            }
+            // Under the member's lease, so that it ends with the member.
+            let lease = record.lease();
+            let leased = PutOptions::new().with_lease(lease);
+            let write = if set {
+                TxnOp::put(key.clone(), "", Some(leased))
+            } else {
+                TxnOp::delete(key.clone(), None)
+            };
+            let txn = Txn::new()
+                .when([self.holds(member_id, lease)])
+                .and_then([write, self.put_epoch()]);
+            if self.txn("mark a member", txn).await?.succeeded() {
+                return Ok(());
+            }
+        }
+        Err(contended("marking a member"))
+    }
+
     async fn write_record(&self, member: &Member, lease: i64) -> Result<Grant, RegistryError> {
         let id = &member.id;
         for _ in 0..MAX_TRIES {
@@ -217,11 +258,12 @@ impl Etcd {
             let reads = [
                 TxnOp::get(self.keys.member(id), None),
                 TxnOp::get(self.keys.drain(id), None),
+                TxnOp::get(self.keys.cordon(id), None),
                 TxnOp::get(self.keys.members(), Some(count)),
             ];
             let txn = Txn::new().and_then(reads.to_vec());
             let mut read = answers(&self.txn("read a record", txn).await?);
-            let [all, drain, before] = [(); 3].map(|()| read.pop().unwrap_or_default());
+            let [all, cordon, drain, before] = [(); 4].map(|()| read.pop().unwrap_or_default());
             if let Some(mine) = before.kv.as_ref().filter(|kv| kv.lease() == lease) {
                 // A try before this one has written, only its answer was lost.
                 return Ok(granted(lease, mine.mod_revision()));
@@ -232,6 +274,7 @@ impl Etcd {
             let unchanged = [
                 same(self.keys.member(id), before.kv.as_ref()),
                 same(self.keys.drain(id), drain.kv.as_ref()),
+                same(self.keys.cordon(id), cordon.kv.as_ref()),
             ];
             let mut writes = vec![
                 self.put_member(member, lease),
@@ -240,6 +283,9 @@ impl Etcd {
             ];
             if drain.kv.is_some() {
                 writes.push(self.put_drain(id, lease));
+            }
+            if cordon.kv.is_some() {
+                writes.push(self.put_cordon(id, lease));
             }
             let txn = Txn::new().when(unchanged.to_vec()).and_then(writes);
             let written = self.txn("write a record", txn).await?;
@@ -315,6 +361,7 @@ impl Registry for Etcd {
             TxnOp::delete(self.keys.member(member_id), None),
             TxnOp::delete(self.keys.load(member_id), None),
             TxnOp::delete(self.keys.drain(member_id), None),
+            TxnOp::delete(self.keys.cordon(member_id), None),
             self.put_epoch(),
         ];
         let txn = Txn::new()
@@ -327,30 +374,13 @@ impl Registry for Etcd {
     }
 
     async fn drain(&self, member_id: &str) -> Result<(), RegistryError> {
-        for _ in 0..MAX_TRIES {
-            let reads = [
-                TxnOp::get(self.keys.member(member_id), None),
-                TxnOp::get(self.keys.drain(member_id), None),
-            ];
-            let txn = Txn::new().and_then(reads.to_vec());
-            let mut read = answers(&self.txn("read a record", txn).await?);
-            let [drain, record] = [(); 2].map(|()| read.pop().unwrap_or_default().kv);
-            let Some(record) = record else {
-                return Err(RegistryError::NoMember(member_id.to_owned()));
-            };
-            if drain.is_some() {
-                return Ok(());
-            }
-            // Under the member's lease, so that it ends with the member.
-            let lease = record.lease();
-            let txn = Txn::new()
-                .when([self.holds(member_id, lease)])
-                .and_then([self.put_drain(member_id, lease), self.put_epoch()]);
-            if self.txn("ask for a drain", txn).await?.succeeded() {
-                return Ok(());
-            }
-        }
-        Err(contended("asking for a drain"))
+        let key = self.keys.drain(member_id);
+        self.mark(member_id, key, true).await
+    }
+
+    async fn cordon(&self, member_id: &str, cordoned: bool) -> Result<(), RegistryError> {
+        let key = self.keys.cordon(member_id);
+        self.mark(member_id, key, cordoned).await
     }
 
     async fn publish_plan(&self, plan: Plan) -> Result<u64, RegistryError> {

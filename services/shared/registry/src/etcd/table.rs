@@ -29,12 +29,14 @@ struct Slot {
     member: Option<Member>,
     load: Load,
     drain: bool,
+    cordoned: bool,
 }
 
 impl Slot {
     fn visible(&self) -> Option<Member> {
         let mut member = self.member.clone()?;
         member.load = Some(self.load);
+        member.cordoned = self.cordoned;
         if self.drain {
             member.set_state(MemberState::Draining);
         }
@@ -42,7 +44,7 @@ impl Slot {
     }
 
     fn is_empty(&self) -> bool {
-        self.member.is_none() && !self.drain && self.load == Load::default()
+        self.member.is_none() && !self.drain && !self.cordoned && self.load == Load::default()
     }
 }
 
@@ -91,7 +93,7 @@ impl Table {
         let mut pools = BTreeSet::new();
         for change in group {
             match self.keys.parse(&change.key) {
-                Some(Kind::Member(id) | Kind::Load(id) | Kind::Drain(id)) => {
+                Some(Kind::Member(id) | Kind::Load(id) | Kind::Drain(id) | Kind::Cordon(id)) => {
                     let was = || self.visible(id);
                     before.entry(id.to_owned()).or_insert_with(was);
                 }
@@ -139,6 +141,7 @@ impl Table {
             }
             Kind::Epoch => {}
             Kind::Drain(id) => self.slot(id, |slot| slot.drain = value.is_some()),
+            Kind::Cordon(id) => self.slot(id, |slot| slot.cordoned = value.is_some()),
             Kind::Member(id) => {
                 let member = value.and_then(|value| member(id, value, change.revision));
                 self.slot(id, |slot| slot.member = member);

@@ -113,6 +113,7 @@ enum Write {
     Member(u8, bool),
     Load(u8, u32),
     Drain(u8),
+    Cordon(u8, bool),
     Plan(u8, u64),
     Gone(u8),
 }
@@ -122,6 +123,7 @@ fn writes() -> impl Strategy<Value = Vec<Vec<Write>>> {
         (0..3_u8, any::<bool>()).prop_map(|(id, ready)| Write::Member(id, ready)),
         (0..3_u8, 0..3_u32).prop_map(|(id, queued)| Write::Load(id, queued)),
         (0..3_u8).prop_map(Write::Drain),
+        (0..3_u8, any::<bool>()).prop_map(|(id, set)| Write::Cordon(id, set)),
         (0..2_u8, 1..9_u64).prop_map(|(pool, generation)| Write::Plan(pool, generation)),
         (0..3_u8).prop_map(Write::Gone),
     ];
@@ -152,6 +154,10 @@ fn changes(keys: &Keys, write: &Write, revision: u64) -> Vec<Change> {
             vec![change(keys.load(&name(id)), Some(load.encode_to_vec()))]
         }
         Write::Drain(id) => vec![change(keys.drain(&name(id)), Some(Vec::new()))],
+        Write::Cordon(id, set) => {
+            let value = set.then(Vec::new);
+            vec![change(keys.cordon(&name(id)), value)]
+        }
         Write::Plan(pool, generation) => {
             let plan = Plan {
                 pool: name(pool),
@@ -164,6 +170,7 @@ fn changes(keys: &Keys, write: &Write, revision: u64) -> Vec<Change> {
             keys.member(&name(id)),
             keys.load(&name(id)),
             keys.drain(&name(id)),
+            keys.cordon(&name(id)),
         ]
         .map(|key| change(key, None))
         .to_vec(),
@@ -175,7 +182,7 @@ proptest! {
     #[test]
     fn any_bytes_are_a_record_or_are_passed_over(
         writes in proptest::collection::vec(
-            ("(members|loads|drains|plans|epoch|x)?/?[a-z/]{0,6}", proptest::collection::vec(any::<u8>(), 0..80)),
+            ("(members|loads|drains|cordons|plans|epoch|x)?/?[a-z/]{0,6}", proptest::collection::vec(any::<u8>(), 0..80)),
             0..20,
         ),
     ) {
