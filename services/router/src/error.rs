@@ -31,6 +31,27 @@ pub enum RouterError {
         /// Computed from the work ahead.
         retry_after: Duration,
     },
+    /// The tenant has as many requests waiting as it may.
+    #[error("{waiting} requests of this tenant are waiting already, retry in {retry_after:?}")]
+    Quota {
+        /// Its requests in the queue.
+        waiting: usize,
+        /// Computed from the work that it has here.
+        retry_after: Duration,
+    },
+    /// With the work that is ahead, it would be done after its deadline.
+    #[error(
+        "deadline is too near for the work ahead: this request would take about {needs:.1?}, retry in {retry_after:.1?}"
+    )]
+    Late {
+        /// From now to its end.
+        needs: Duration,
+        /// When there may be time for it.
+        retry_after: Duration,
+    },
+    /// Even alone it would be done after its deadline.
+    #[error("deadline is too near: this request takes about {0:.1?} by itself")]
+    Hopeless(Duration),
     /// A request with this id is running.
     #[error("request {0:?} is running already")]
     Duplicate(String),
@@ -68,10 +89,10 @@ pub enum RouterError {
 impl Fault for RouterError {
     fn code(&self) -> Code {
         match self {
-            Self::Invalid { .. } => Code::InvalidArgument,
+            Self::Invalid { .. } | Self::Hopeless(_) => Code::InvalidArgument,
             Self::NoModel(_) | Self::NoRequest(_) => Code::NotFound,
             Self::NoStage { .. } | Self::ShuttingDown | Self::PrefixLost(_) => Code::Unavailable,
-            Self::Full { .. } => Code::ResourceExhausted,
+            Self::Full { .. } | Self::Quota { .. } | Self::Late { .. } => Code::ResourceExhausted,
             Self::Duplicate(_) => Code::AlreadyExists,
             Self::Cancelled => Code::Cancelled,
             Self::DeadlineExceeded(_) => Code::DeadlineExceeded,
@@ -83,6 +104,7 @@ impl Fault for RouterError {
     fn field(&self) -> Option<&str> {
         match self {
             Self::Invalid { field, .. } => Some(field),
+            Self::Hopeless(_) => Some("deadline"),
             Self::NoModel(_) => Some("model"),
             Self::Duplicate(_) | Self::NoRequest(_) => Some("request_id"),
             Self::Stage(failure) | Self::Server(failure) => failure.field.as_deref(),
@@ -92,7 +114,9 @@ impl Fault for RouterError {
 
     fn retry_after(&self) -> Option<Duration> {
         match self {
-            Self::Full { retry_after, .. } => Some(*retry_after),
+            Self::Full { retry_after, .. }
+            | Self::Quota { retry_after, .. }
+            | Self::Late { retry_after, .. } => Some(*retry_after),
             Self::Stage(failure) => failure.retry_after,
             _ => None,
         }
@@ -104,6 +128,8 @@ impl RouterError {
     pub(crate) fn shed_reason(&self) -> Option<&'static str> {
         match self {
             Self::Full { .. } => Some("queue_full"),
+            Self::Quota { .. } => Some("quota"),
+            Self::Late { .. } | Self::Hopeless(_) => Some("deadline"),
             Self::NoStage { .. } => Some("no_stage"),
             Self::ShuttingDown => Some("shutting_down"),
             _ => None,

@@ -2,7 +2,7 @@
 use std::{
     collections::HashMap,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use base::clock;
@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 
 use crate::{
     RouterError,
-    admission::{Admission, Limits, Ticket},
+    admission::{Admission, Ask, Limits, Refused, Ticket},
 };
 
 #[derive(Debug)]
@@ -24,6 +24,8 @@ struct State {
 #[derive(Debug)]
 pub(crate) struct Gate {
     state: Mutex<State>,
+    /// What admission counts from.
+    origin: Instant,
     metrics: Metrics,
 }
 
@@ -48,6 +50,7 @@ impl Gate {
         };
         Arc::new(Self {
             state: Mutex::new(state),
+            origin: clock::now(),
             metrics,
         })
     }
@@ -56,17 +59,16 @@ impl Gate {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes a place.
-    pub(crate) fn enter(self: &Arc<Self>, cost: u64) -> Result<Seat, RouterError> {
+    /// Time since the gate was made.
+    pub(crate) fn since_origin(&self, instant: Instant) -> Duration {
+        instant.saturating_duration_since(self.origin)
+    }
+
+    /// Takes a place. Times of `ask` are those of [`Gate::since_origin`].
+    pub(crate) fn enter(self: &Arc<Self>, ask: Ask<'_>) -> Result<Seat, RouterError> {
         let mut state = self.lock();
-        let (ticket, ahead) =
-            state
-                .admission
-                .submit(cost)
-                .map_err(|refused| RouterError::Full {
-                    waiting: refused.waiting,
-                    retry_after: refused.retry_after,
-                })?;
+        let placed = state.admission.submit(ask).map_err(refused)?;
+        let (ticket, ahead) = (placed.ticket, placed.ahead);
         let (tx, rx) = oneshot::channel();
         state.waiting.insert(ticket, tx);
         self.wake(&mut state);
@@ -89,7 +91,8 @@ impl Gate {
     }
 
     fn wake(&self, state: &mut State) {
-        for ticket in state.admission.start() {
+        let now = self.since_origin(clock::now());
+        for ticket in state.admission.start(now) {
             if let Some(turn) = state.waiting.remove(&ticket) {
                 // A waiter that is gone frees its place when its seat drops.
                 let _ = turn.send(());
@@ -102,6 +105,27 @@ impl Gate {
         );
         self.metrics.set(&names::ROUTER_RUNNING, &[], running);
         self.metrics.set(&names::ROUTER_QUEUE, &[], waiting);
+    }
+}
+
+fn refused(refused: Refused) -> RouterError {
+    match refused {
+        Refused::Queue {
+            waiting,
+            retry_after,
+        } => RouterError::Full {
+            waiting,
+            retry_after,
+        },
+        Refused::Tenant {
+            waiting,
+            retry_after,
+        } => RouterError::Quota {
+            waiting,
+            retry_after,
+        },
+        Refused::Late { needs, retry_after } => RouterError::Late { needs, retry_after },
+        Refused::Hopeless { needs } => RouterError::Hopeless(needs),
     }
 }
 
@@ -159,9 +183,21 @@ impl Drop for Seat {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
+    use schedule::batching::Class;
 
     use super::*;
+
+    fn ask() -> Ask<'static> {
+        Ask {
+            cost: 1,
+            class: Class::Standard,
+            tenant: "",
+            quota: None,
+            now: Duration::ZERO,
+            deadline: None,
+            alone: None,
+        }
+    }
 
     #[tokio::test]
     async fn a_seat_that_leaves_lets_the_next_one_in() {
@@ -169,16 +205,17 @@ mod tests {
             max_running: 1,
             max_queued: 2,
             max_cost: u64::MAX,
+            ..Limits::default()
         };
         let gate = Gate::new(limits, Metrics::default());
-        let mut first = gate.enter(1).unwrap();
+        let mut first = gate.enter(ask()).unwrap();
         assert!(first.is_running());
-        let abandoned = gate.enter(1).unwrap();
-        let mut second = gate.enter(1).unwrap();
+        let abandoned = gate.enter(ask()).unwrap();
+        let mut second = gate.enter(ask()).unwrap();
         assert_eq!((abandoned.ahead, second.ahead), (0, 1));
         assert!(!second.is_running());
         assert!(matches!(
-            gate.enter(1),
+            gate.enter(ask()),
             Err(RouterError::Full { waiting: 2, .. })
         ));
         drop(abandoned);
@@ -187,6 +224,6 @@ mod tests {
             .await
             .unwrap();
         drop(second);
-        assert!(gate.enter(1).unwrap().is_running());
+        assert!(gate.enter(ask()).unwrap().is_running());
     }
 }

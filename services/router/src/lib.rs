@@ -8,6 +8,7 @@
 
 mod admin;
 pub mod admission;
+pub mod directory;
 mod dispatch;
 mod error;
 mod events;

@@ -11,17 +11,22 @@ use std::{
 
 use proto::v1::{ModelInfo, Placement};
 use registry::{Role, Snapshots};
+use schedule::cost::Rows;
 use tonic::transport::Channel;
 
 use crate::{
     RouterError,
+    directory::{Directory, Need},
     placement::{self, Wish, role_name},
+    validate::ValidRequest,
 };
 
 /// How long a request may wait for the first member that can serve it.
 const STAGE_WAIT: Duration = Duration::from_secs(1);
 /// Channels to addresses that are gone are dropped above this many.
 const SPARE_CHANNELS: usize = 64;
+/// Members of which all are looked at to explain a placement; among more it would cost more than the placement.
+const EXPLAINED: usize = 64;
 /// Numbers that roles have on the wire.
 const ROLES: usize = 5;
 
@@ -29,6 +34,8 @@ const ROLES: usize = 5;
 #[derive(Debug)]
 pub(crate) struct Members {
     pub(crate) snapshots: Snapshots,
+    /// Of the snapshot, for as long as nobody joins or leaves.
+    directory: Mutex<Arc<Directory>>,
     channels: Mutex<HashMap<String, Channel>>,
     under_way: Arc<Mutex<HashMap<String, u32>>>,
     /// One counter a role, by its number: phases that alternate must not share one.
@@ -65,6 +72,7 @@ impl Members {
     pub(crate) fn new(snapshots: Snapshots) -> Self {
         Self {
             snapshots,
+            directory: Mutex::default(),
             channels: Mutex::default(),
             under_way: Arc::default(),
             turns: Default::default(),
@@ -110,7 +118,7 @@ impl Members {
         role: Role,
         weights_id: &str,
         tried: &HashSet<String>,
-        wait: bool,
+        (need, wait): (&Need, bool),
     ) -> Result<Assignment, RouterError> {
         let turn = self.turns[role as usize % ROLES].fetch_add(1, Ordering::Relaxed);
         let wish = Wish {
@@ -120,7 +128,10 @@ impl Members {
             turn,
         };
         let none = HashMap::new();
-        let some = |now: &registry::Snapshot| placement::pick(now, wish, &none).is_some();
+        let some = |now: &registry::Snapshot| {
+            let directory = self.directory(now);
+            directory.pick(now, wish, need, &none).is_some()
+        };
         let most = if wait { STAGE_WAIT } else { Duration::ZERO };
         let missing = || RouterError::NoStage {
             role: role_name(role),
@@ -131,9 +142,21 @@ impl Members {
             .under_way
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        let member = placement::pick(&snapshot, wish, &under_way).ok_or_else(missing)?;
+        let directory = self.directory(&snapshot);
+        let member = directory.pick(&snapshot, wish, need, &under_way);
+        let member = member.ok_or_else(missing)?;
         let channel = self.channel(&member.endpoint, &snapshot)?;
-        let considered = placement::considered(&snapshot, wish, &under_way);
+        let considered = if snapshot.members.len() <= EXPLAINED {
+            placement::considered(&snapshot, wish, &under_way)
+        } else {
+            let eligible = directory.count(role, weights_id);
+            Placement {
+                stage: role_name(role).to_owned(),
+                epoch: snapshot.epoch,
+                eligible: u32::try_from(eligible).unwrap_or(u32::MAX),
+                ..Placement::default()
+            }
+        };
         *under_way.entry(member.id.clone()).or_default() += 1;
         Ok(Assignment {
             member_id: member.id.clone(),
@@ -142,6 +165,31 @@ impl Members {
             considered,
             under_way: self.under_way.clone(),
         })
+    }
+
+    /// Seconds that the images of a request are predicted to take by themselves, side by side.
+    pub(crate) fn seconds_alone(&self, request: &ValidRequest) -> Option<f64> {
+        let snapshot = self.snapshots.current();
+        let narrow = |tokens: u64| u32::try_from(tokens).unwrap_or(u32::MAX);
+        let rows = Rows {
+            rows: request.rows,
+            tokens: narrow(request.tokens),
+            prefix: 0,
+        };
+        let job = (request.steps, narrow(request.tokens));
+        let directory = self.directory(&snapshot);
+        directory.seconds(&snapshot, &request.weights_id, rows, job)
+    }
+
+    fn directory(&self, snapshot: &registry::Snapshot) -> Arc<Directory> {
+        let mut kept = self
+            .directory
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if !kept.fits(snapshot) {
+            *kept = Arc::new(Directory::new(snapshot));
+        }
+        kept.clone()
     }
 
     /// A channel to a service that a stage has named.

@@ -124,7 +124,7 @@ pub fn role_name(role: Role) -> &'static str {
     }
 }
 
-fn weights_of(member: &Member) -> Option<&str> {
+pub(crate) fn weights_of(member: &Member) -> Option<&str> {
     member.model.as_ref().map(|model| model.weights_id.as_str())
 }
 

@@ -111,6 +111,8 @@ impl Walk {
 
     async fn denoise_image(&self, canvas: Canvas<'_>) -> Result<Ended, RouterError> {
         let mut tries = Tries::new(Role::DitWorker, canvas.index);
+        let alone = self.context.members.seconds_alone(&self.request);
+        tries.need = canvas.prefix.need(alone);
         let mut way = Way::default();
         loop {
             let assignment = self.assign(&mut tries).await?;

@@ -21,6 +21,7 @@ use tonic::{Request, Status};
 
 use crate::{
     RouterError,
+    directory::{Need, host_of},
     front::Context,
     gate::Seat,
     jobs::JobHandle,
@@ -84,6 +85,7 @@ struct Tries {
     /// Step that the next member goes on from.
     from_step: u32,
     tried: HashSet<String>,
+    need: Need,
     /// That came to nothing.
     attempts: usize,
     /// That came further before they were lost.
@@ -98,6 +100,7 @@ impl Tries {
             image,
             from_step: 0,
             tried: HashSet::new(),
+            need: Need::default(),
             attempts: 0,
             resumes: 0,
             last: None,
@@ -291,7 +294,7 @@ impl Walk {
         let weights = self.request.weights_id.as_str();
         let assigned = context
             .members
-            .assign(tries.role, weights, &tries.tried, first)
+            .assign(tries.role, weights, &tries.tried, (&tries.need, first))
             .await;
         let stage = role_name(tries.role);
         let outcome = if assigned.is_ok() { "placed" } else { "none" };
@@ -428,6 +431,22 @@ impl Walk {
 }
 
 impl Prefix {
+    /// What a worker needs to go on from it.
+    fn need(&self, seconds: Option<f64>) -> Need {
+        let handles = self.done.rows.iter().filter_map(|row| row.prefix.as_ref());
+        let host = handles
+            .clone()
+            .next()
+            .map(|prefix| host_of(&prefix.endpoint));
+        Need {
+            host: host.unwrap_or_default().to_owned(),
+            bytes: handles
+                .map(|prefix| prefix.bytes)
+                .fold(0, u64::saturating_add),
+            seconds: seconds.unwrap_or_default(),
+        }
+    }
+
     /// What the client is told of it.
     fn written(&self) -> Written {
         let done = &self.done;

@@ -12,7 +12,7 @@ use proto::{
 use tokio_stream::{Stream, wrappers::ReceiverStream};
 use tonic::{Request, Response, Status};
 
-use super::Context;
+use super::{Caller, Context};
 
 /// The service over a router's context.
 #[derive(Debug)]
@@ -32,7 +32,11 @@ impl ImageService for Front {
         request: Request<GenerateRequest>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
         let timeout = proto::deadline::timeout(request.metadata());
-        let accepted = Box::pin(self.0.accept(request.into_inner(), timeout)).await;
+        let accepted = Box::pin(
+            self.0
+                .accept(Caller::default(), request.into_inner(), timeout),
+        )
+        .await;
         let answers = accepted.map_err(|error| status(&error))?;
         Ok(Response::new(Box::pin(ReceiverStream::new(answers))))
     }

@@ -10,7 +10,11 @@ use base::{
     rng::Source,
     task::Tracker,
 };
-use proto::{status::status, v1::GenerateRequest};
+use proto::{
+    status::status,
+    v1::{GenerateRequest, Priority},
+};
+use schedule::batching::Class;
 use telemetry::{Metrics, names};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
@@ -22,6 +26,7 @@ pub(crate) use self::{
 };
 use crate::{
     RouterError,
+    admission::{Ask, Quota},
     dispatch::{Answer, Walk},
     events::Events,
     fetch::Fetcher,
@@ -29,7 +34,7 @@ use crate::{
     jobs::{JobHandle, Jobs},
     members::Members,
     prefix::Keeper,
-    validate,
+    validate::{self, ValidRequest},
 };
 
 /// What every request needs.
@@ -52,15 +57,25 @@ pub(crate) struct Context {
     pub(crate) kill: CancellationToken,
 }
 
+/// Who a request comes from, as far as the door it came through knows.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Caller {
+    /// Who pays for it; empty: nobody in particular.
+    pub(crate) tenant: String,
+    /// What that one may take; `None`: what everybody may.
+    pub(crate) quota: Option<Quota>,
+}
+
 impl Context {
     /// Checks a request, takes it in and starts its walk. An error here is an error before any
     /// stage was called.
     pub(crate) async fn accept(
         self: &Arc<Self>,
+        caller: Caller,
         request: GenerateRequest,
         timeout: Option<Duration>,
     ) -> Result<mpsc::Receiver<Answer>, RouterError> {
-        let accepted = self.take_in(request, timeout).await;
+        let accepted = self.take_in(caller, request, timeout).await;
         if let Err(error) = &accepted {
             tracing::debug!(%error, "request refused");
             self.metrics
@@ -76,8 +91,22 @@ impl Context {
         accepted
     }
 
+    /// What admission is asked for a request.
+    fn ask<'a>(&self, request: &ValidRequest, caller: &'a Caller, deadline: Deadline) -> Ask<'a> {
+        Ask {
+            cost: request.cost,
+            class: class(request.priority),
+            tenant: &caller.tenant,
+            quota: caller.quota,
+            now: self.gate.since_origin(clock::now()),
+            deadline: Some(self.gate.since_origin(deadline.instant())),
+            alone: self.members.seconds_alone(request),
+        }
+    }
+
     async fn take_in(
         self: &Arc<Self>,
+        caller: Caller,
         request: GenerateRequest,
         timeout: Option<Duration>,
     ) -> Result<mpsc::Receiver<Answer>, RouterError> {
@@ -96,7 +125,7 @@ impl Context {
         let job = self.jobs.begin(request.accepted())?;
         let notes = job.notes(accepted_at);
         notes.begun(&request);
-        let seat = match self.gate.enter(request.cost) {
+        let seat = match self.gate.enter(self.ask(&request, &caller, deadline)) {
             Ok(seat) => seat,
             Err(error) => {
                 job.end(Some(&error));
@@ -127,6 +156,14 @@ impl Context {
             },
         )));
         Ok(answers)
+    }
+}
+
+fn class(priority: Priority) -> Class {
+    match priority {
+        Priority::Interactive => Class::Interactive,
+        Priority::Unspecified | Priority::Standard => Class::Standard,
+        Priority::Background => Class::Background,
     }
 }
 

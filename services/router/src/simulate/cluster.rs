@@ -196,6 +196,7 @@ impl Cluster {
             max_running: self.admission.max_running,
             max_queued: self.admission.max_queued,
             max_cost: u64::MAX,
+            ..admission::Limits::default()
         }
     }
 }

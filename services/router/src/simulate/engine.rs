@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     RouterError,
-    admission::{Admission, Ticket},
+    admission::{Admission, Ask, Placed, Ticket},
     batching::{self, Decision, Job, JobId, State, cost::Rules},
     cost::{Constants, Load, Predictor, Rows},
     validate::cost,
@@ -234,12 +234,21 @@ impl<'a> World<'a> {
         let request = &self.trace.requests[index];
         let tokens = request.image_tokens(self.numbers.pixels_per_token)?;
         let cost = cost(tokens.into(), request.steps, request.rows(), request.n);
-        match self.admission.submit(cost) {
+        let ask = Ask {
+            cost,
+            class: request.class,
+            tenant: "",
+            quota: None,
+            now: self.now,
+            deadline: None,
+            alone: None,
+        };
+        match self.admission.submit(ask) {
             Err(_) => {
                 self.progress[index].over = true;
                 self.tally.queue_full();
             }
-            Ok((ticket, _)) => {
+            Ok(Placed { ticket, .. }) => {
                 self.progress[index].ticket = Some(ticket);
                 self.tickets.insert(ticket, index);
                 if let Some(deadline) = request.deadline_s {
@@ -253,7 +262,7 @@ impl<'a> World<'a> {
 
     /// Lets in whom admission lets in.
     fn start(&mut self) -> Result<(), RouterError> {
-        for ticket in self.admission.start() {
+        for ticket in self.admission.start(self.now) {
             let Some(&index) = self.tickets.get(&ticket) else {
                 continue;
             };

@@ -219,6 +219,7 @@ async fn a_full_router_refuses_with_a_hint_and_serves_in_order() {
         max_running: 1,
         max_queued: 1,
         max_cost: u64::MAX,
+        ..Limits::default()
     };
     let cluster = Cluster::with(limits).await;
     let (ar, dit) = (Script::new([]), Script::paced(0));

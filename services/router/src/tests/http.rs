@@ -389,6 +389,7 @@ async fn a_full_queue_is_429_with_a_time_to_come_back() {
         max_running: 1,
         max_queued: 0,
         max_cost: u64::MAX,
+        ..Limits::default()
     };
     let (ar, dit) = (Script::new([]), Script::paced(0));
     let site = site_with(ar, dit, limits, HttpBounds::default()).await;

@@ -48,7 +48,7 @@ use self::{
     order::{Order, Said},
     schema::Fields,
 };
-use super::Context;
+use super::{Caller, Context};
 use crate::dispatch::Answer;
 
 /// Says, in requests of a browser, whose page it acts for. A page of another site could not read an
@@ -260,7 +260,7 @@ impl Desk {
             output,
             stream,
         } = order;
-        let accepted = Box::pin(self.0.context.accept(request, deadline)).await;
+        let accepted = Box::pin(self.0.context.accept(Caller::default(), request, deadline)).await;
         let mut answers = accepted?;
         let Some(Event::Accepted(accepted)) = next(&mut answers).await? else {
             return Err(Failure::new(Code::Internal, "the request did not begin").into());

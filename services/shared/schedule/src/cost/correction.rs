@@ -18,6 +18,17 @@ impl Default for Correction {
 }
 
 impl Correction {
+    /// As it travels: measured over predicted in thousandths; 0 says nothing.
+    pub fn thousandths(ratio: u32) -> Self {
+        let (least, most) = RATIO_BOUNDS;
+        match ratio {
+            0 => Self::default(),
+            ratio => Self {
+                ratio: (f64::from(ratio) / 1e3).clamp(least, most),
+            },
+        }
+    }
+
     /// A step that was predicted to take `predicted` seconds took `measured`. What is not a positive number of
     /// seconds says nothing and is left out.
     pub fn observe(&mut self, predicted: f64, measured: f64) {
