@@ -183,6 +183,7 @@ fn member<S: Stage>(
         epoch: 0,
         load: None,
         step_costs: stage.step_costs(),
+        cordoned: false,
     }
 }
 
