@@ -22,7 +22,6 @@ AHEAD = {
     "gpu-hosts": "transfer.transport",
 }
 STAGE_SETTINGS = ["hosts", "host_index", "leader"]
-TLS_SETTINGS = ["tls_cert", "tls_key", "tls_ca"]
 
 
 class Refused(Exception):
@@ -55,7 +54,6 @@ def widen(chart):
         to.extend(value for value in values if value not in to)
 
     for role, settings in binary["settings"].items():
-        add(settings, TLS_SETTINGS)
         if role in ("ar-stage", "dit-worker"):
             add(settings, STAGE_SETTINGS)
     add(binary["transports"], ["rdma"])

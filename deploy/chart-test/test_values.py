@@ -68,7 +68,6 @@ NOT_YET = [
     ("registry.kind=etcd,registry.etcd.install=true", ("registries", "etcd"), r"registry\.kind: omni \S+ has no etcd registry"),
     ("transfer.transport=rdma", ("transports", "rdma"), r"transfer\.transport: omni \S+ moves KV over"),
     ("rdma.enabled=true", ("transports", "rdma"), r"rdma\.enabled: omni \S+ moves KV over"),
-    ("tls.mode=existingSecret,tls.existingSecret=x", ("settings", "router", "tls_cert"), r"tls\.mode: omni \S+ has no TLS yet"),
     (POOLS + ",pools[1].gpus=1", ("devices", "cuda"), r"pools\[1\]\.gpus: omni \S+ computes on the CPU"),
     (POOLS + ",pools[1].hosts=2", ("settings", "dit-worker", "hosts"), r"pools\[1\]\.hosts: dit-worker of omni \S+ runs on one host"),
 ]

@@ -1,13 +1,15 @@
 //! The wire contract of Omni: generated code of `omni/v1`, its descriptor set for reflection, and
-//! the one place each for statuses, channels, servers and strict decoding. It decides nothing.
+//! the one place each for statuses, channels, servers, TLS, roles and strict decoding. It decides nothing.
 #![forbid(unsafe_code)]
 
+pub mod access;
 pub mod channel;
 pub mod deadline;
 pub mod server;
 pub mod size;
 pub mod status;
 pub mod strict;
+pub mod tls;
 
 /// Messages and services of package `omni.v1`.
 #[allow(

@@ -1,5 +1,5 @@
 //! What every server has: health, reflection (v1 and v1alpha), keepalive and limits.
-use std::future::Future;
+use std::{future::Future, sync::Arc};
 
 use base::{
     Code, Failure,
@@ -17,9 +17,13 @@ use tonic::{
 };
 use tonic_health::{ServingStatus, server::HealthReporter};
 use tonic_reflection::server::Builder as Reflection;
-use tower::util::MapResponseLayer;
+use tower::{layer::layer_fn, util::MapResponseLayer};
 
-use crate::DESCRIPTOR_SET;
+use crate::{
+    DESCRIPTOR_SET,
+    access::Guard,
+    tls::{Callers, Tls},
+};
 
 /// What tonic writes when a message is beyond the decoding limit.
 const TOO_LARGE_TEXT: &str = "decoded message length too large";
@@ -103,7 +107,8 @@ pub async fn bind(address: &str, field: &str) -> Result<TcpListener, Failure> {
         .map_err(|error| Failure::invalid(field, format!("cannot listen on {address:?}: {error}")))
 }
 
-/// Serves until `shutdown` completes, then finishes the streams that are open.
+/// Serves until `shutdown` completes, then finishes the streams that are open. Where this process has
+/// an identity ([`crate::tls`]), only callers with a certificate connect.
 ///
 /// # Errors
 /// `INTERNAL` when the transport breaks.
@@ -112,16 +117,55 @@ pub async fn serve(
     routes: RoutesBuilder,
     shutdown: impl Future<Output = ()>,
 ) -> Result<(), Failure> {
-    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
-    Server::builder()
+    let tls = crate::tls::installed().map(|tls| (tls, Callers::Certified));
+    serve_as(tls, listener, routes, shutdown).await
+}
+
+/// Likewise, for callers that may prove who they are by other means than a certificate.
+///
+/// # Errors
+/// `INTERNAL` when the transport breaks.
+pub async fn serve_anyone(
+    listener: TcpListener,
+    routes: RoutesBuilder,
+    shutdown: impl Future<Output = ()>,
+) -> Result<(), Failure> {
+    let tls = crate::tls::installed().map(|tls| (tls, Callers::Anyone));
+    serve_as(tls, listener, routes, shutdown).await
+}
+
+/// Likewise, with an identity and callers that are said; without one in clear.
+///
+/// # Errors
+/// `INTERNAL` when the transport breaks.
+pub async fn serve_as(
+    tls: Option<(Arc<Tls>, Callers)>,
+    listener: TcpListener,
+    routes: RoutesBuilder,
+    shutdown: impl Future<Output = ()>,
+) -> Result<(), Failure> {
+    let server = Server::builder()
         .layer(MapResponseLayer::new(blame_oversize))
+        .layer(layer_fn(Guard))
         .max_concurrent_streams(MAX_STREAMS_PER_CONNECTION)
         .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
         .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
-        .add_routes(routes.routes())
-        .serve_with_incoming_shutdown(incoming, shutdown)
-        .await
-        .map_err(|error| Failure::new(Code::Internal, format!("server transport: {error}")))
+        .add_routes(routes.routes());
+    let served = match tls {
+        Some((tls, callers)) => {
+            let (incoming, _accepting) = crate::tls::incoming(listener, tls, callers);
+            server
+                .serve_with_incoming_shutdown(incoming, shutdown)
+                .await
+        }
+        None => {
+            let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+            server
+                .serve_with_incoming_shutdown(incoming, shutdown)
+                .await
+        }
+    };
+    served.map_err(|error| Failure::new(Code::Internal, format!("server transport: {error}")))
 }
 
 /// tonic calls a message beyond the limit OUT_OF_RANGE; for us it is an argument like any other.

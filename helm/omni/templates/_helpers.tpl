@@ -116,7 +116,11 @@ advertise: {{ include "omni.advertise" (dict "root" .root "port" .ports.grpc "po
 pool: {{ .pool }}
 log_level: {{ .root.Values.log.level | quote }}
 log_format: {{ .root.Values.log.format }}
-{{- if ne .root.Values.tls.mode "none" }}
+{{- if eq .root.Values.tls.mode "none" }}
+# In clear is never the default beyond one machine.
+tls: "off"
+{{- else }}
+tls: "on"
 tls_cert: /etc/omni/tls/tls.crt
 tls_key: /etc/omni/tls/tls.key
 tls_ca: /etc/omni/tls/ca.crt
@@ -206,7 +210,7 @@ dit: {grpc: 7603, admin: 9603}
 
 {{/* Name of the binary's role. */}}
 {{- define "omni.role" -}}
-{{ index (dict "router" "router" "kv" "kv-transfer" "ar" "ar-stage" "dit" "dit-worker") . }}
+{{ index (dict "router" "router" "kv" "kv-transfer" "ar" "ar-stage" "dit" "dit-worker" "admin" "admin") . }}
 {{- end -}}
 
 {{/*

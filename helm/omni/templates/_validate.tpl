@@ -60,11 +60,6 @@
 {{- fail "network.ucxPorts.first: must be below network.ucxPorts.last" }}
 {{- end }}
 {{- if ne $v.tls.mode "none" }}
-{{- range $key := list "tls_cert" "tls_key" "tls_ca" }}
-{{- if not (has $key (index $binary.settings "router")) }}
-{{- fail (printf "tls.mode: omni %s has no TLS yet; only none works" $root.Chart.AppVersion) }}
-{{- end }}
-{{- end }}
 {{- if and (eq $v.tls.mode "certManager") (not $v.tls.certManager.issuer.name) }}
 {{- fail "tls.certManager.issuer.name: must be set when tls.mode is certManager" }}
 {{- end }}

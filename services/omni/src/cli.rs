@@ -5,6 +5,7 @@ use clap::{Arg, ArgAction, ArgMatches, Args as _, Command, FromArgMatches as _, 
 
 use crate::{
     bench::{AttentionArgs, DecodeArgs, DenoiseArgs, OffloadArgs, TransferArgs},
+    certs::CertsArgs,
     settings::{self, Role},
     simulate::SimulateArgs,
     tune::TuneArgs,
@@ -50,6 +51,8 @@ pub(crate) enum Action {
     Calibrate(TuneArgs),
     /// Run a trace on a simulated cluster.
     Simulate(SimulateArgs),
+    /// Make an authority and certificates.
+    Certs(CertsArgs),
 }
 
 /// Version, commit and profile, as `--version` shows them.
@@ -93,6 +96,7 @@ pub(crate) fn command() -> Command {
             Command::new("calibrate").about("Fit the tea cache's polynomial to a model"),
         ))
         .subcommand(SimulateArgs::augment_args(Command::new("simulate")))
+        .subcommand(CertsArgs::augment_args(Command::new("certs")))
         .subcommand(
             Command::new("config")
                 .about("Look at settings")
@@ -140,6 +144,9 @@ pub(crate) fn parse(
         }
         Some((name, matches)) if name == "simulate" => {
             Action::Simulate(SimulateArgs::from_arg_matches(&matches)?)
+        }
+        Some((name, matches)) if name == "certs" => {
+            Action::Certs(CertsArgs::from_arg_matches(&matches)?)
         }
         Some((name, mut matches)) if name == "config" => {
             let show = matches.remove_subcommand().map(|(_, show)| show);

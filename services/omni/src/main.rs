@@ -4,9 +4,11 @@
 
 mod announce;
 mod bench;
+mod certs;
 mod cli;
 mod error;
 mod roles;
+mod secure;
 mod settings;
 mod simulate;
 mod tune;
@@ -77,6 +79,7 @@ fn run(action: Action) -> Result<(), OmniError> {
         Action::FitPreview(args) => print(&tune::fit_preview(&args)?),
         Action::Calibrate(args) => print(&tune::calibrate(&args)?),
         Action::Simulate(args) => print(&simulate::run(&args)?),
+        Action::Certs(args) => print(&certs::run(&args)?),
     }
 }
 

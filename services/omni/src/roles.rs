@@ -2,11 +2,12 @@
 use std::{
     net::SocketAddr,
     path::{Path, PathBuf},
+    sync::Arc,
     time::Duration,
 };
 
 use ar_stage::ArStageConfig;
-use base::{BuildInfo, Failure, Shutdown, limits::SHUTDOWN_GRACE};
+use base::{BuildInfo, Failure, Shutdown, limits::SHUTDOWN_GRACE, task::Owned};
 use dit_worker::{DitWorkerConfig, StepLimits};
 use kv_transfer::{
     ClientConfig, Host, ServiceConfig,
@@ -14,6 +15,7 @@ use kv_transfer::{
 };
 use model::{BalanceOptions, Residency, StepCache};
 use parallel::eplb::EplbConfig;
+use proto::tls::Tls;
 use registry::{Backend, EtcdConfig, EtcdTls, EtcdUser, RegistryError};
 use router::{FetchConfig, HostList, HostListError, RouterConfig, admission::Limits};
 use stage::HostConfig;
@@ -23,6 +25,7 @@ use tokio::net::TcpListener;
 use crate::{
     announce::Announcement,
     error::OmniError,
+    secure,
     settings::{Role, Settings},
     up::{self, UpConfig},
 };
@@ -57,6 +60,7 @@ struct Place {
 
 /// Parses and checks the settings of a role without running it.
 pub(crate) fn check(role: Role, settings: &Settings) -> Result<(), OmniError> {
+    secure::identity(settings)?;
     plan(role, settings, None).map(drop)
 }
 
@@ -68,7 +72,9 @@ pub(crate) async fn run(
     shutdown: Shutdown,
 ) -> Result<(), OmniError> {
     let build = build_info();
-    match plan(role, settings, file)? {
+    let planned = plan(role, settings, file)?;
+    let _followed = secure::identity(settings)?.map(adopt).transpose()?;
+    match planned {
         Plan::Up(config) => up::run(config, shutdown).await,
         Plan::Router(config) => {
             let bound = router::Bound::bind(config)
@@ -77,13 +83,14 @@ pub(crate) async fn run(
             let admin = bound
                 .admin_address()
                 .map(|address| format!("http://{address}"));
+            let scheme = proto::tls::scheme();
             let announcement = Announcement {
                 role: role.name().to_owned(),
-                endpoint: format!("http://{}", bound.address()),
+                endpoint: format!("{scheme}://{}", bound.address()),
                 admin: admin.unwrap_or_default(),
                 http: bound
                     .http_address()
-                    .map(|address| format!("http://{address}")),
+                    .map(|address| format!("{scheme}://{address}")),
             };
             announcement.print()?;
             bound.serve(shutdown).await.map_err(|e| OmniError::of(&e))
@@ -117,6 +124,12 @@ pub(crate) async fn run(
                 .map_err(|error| OmniError::of(&error))
         }
     }
+}
+
+/// Makes an identity that of this process; its files are followed as long as what comes back is held.
+fn adopt(tls: Arc<Tls>) -> Result<Owned<()>, OmniError> {
+    proto::tls::install(tls.clone()).map_err(|error| OmniError::of(&error))?;
+    Ok(base::task::spawn(tls.follow()))
 }
 
 fn plan(role: Role, settings: &Settings, file: Option<&Path>) -> Result<Plan, OmniError> {
@@ -450,17 +463,17 @@ async fn host(role: Role, place: Place, build: &BuildInfo) -> Result<HostConfig,
 async fn open(role: Role, place: &Place) -> Result<(TcpListener, TcpListener, String), OmniError> {
     let listener = bind(place.listen, "listen").await?;
     let admin_listener = bind(place.admin_listen, "admin_listen").await?;
-    let local = |listener: &TcpListener| {
+    let local = |scheme: &str, listener: &TcpListener| {
         let address = listener.local_addr();
         address
-            .map(|address| format!("http://{address}"))
+            .map(|address| format!("{scheme}://{address}"))
             .map_err(|error| OmniError::io("read the address of a listener", error))
     };
     let endpoint = match &place.advertise {
         Some(advertise) => advertise.clone(),
-        None => local(&listener)?,
+        None => local(proto::tls::scheme(), &listener)?,
     };
-    announce(role, endpoint.clone(), local(&admin_listener)?)?;
+    announce(role, endpoint.clone(), local("http", &admin_listener)?)?;
     Ok((listener, admin_listener, endpoint))
 }
 

@@ -8,6 +8,7 @@ use proto::v1::{self, SizePolicy};
 
 use crate::kv::Kv;
 use crate::plan::PlanArgs;
+use crate::secure::Secure;
 
 /// Where `omni up` listens unless told otherwise.
 pub(crate) const DEFAULT_ENDPOINT: &str = "http://127.0.0.1:7600";
@@ -21,6 +22,8 @@ pub(crate) struct Cli {
     /// Address of the router.
     #[arg(long, global = true, env = "OMNI_ENDPOINT", default_value = DEFAULT_ENDPOINT)]
     pub(crate) endpoint: String,
+    #[command(flatten)]
+    pub(crate) secure: Secure,
     #[command(subcommand)]
     pub(crate) command: Command,
 }

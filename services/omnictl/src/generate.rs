@@ -15,7 +15,7 @@ use tonic::{Streaming, transport::Channel};
 
 use crate::{
     args::GenerateArgs, error::CliError, output::PendingFile, progress::Progress, requests,
-    text::Console,
+    secure::keyed, text::Console,
 };
 
 /// What the server gets past the deadline to say so itself.
@@ -144,7 +144,7 @@ impl Run<'_> {
         images: Vec<Vec<u8>>,
     ) -> Result<(), CliError> {
         let mut stream: Streaming<GenerateResponse> = client
-            .generate(request(self.args, id, images))
+            .generate(keyed(request(self.args, id, images)))
             .await?
             .into_inner();
         while let Some(message) = stream.message().await? {

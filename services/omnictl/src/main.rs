@@ -11,6 +11,7 @@ mod output;
 mod plan;
 mod progress;
 mod requests;
+mod secure;
 mod text;
 
 use std::process::ExitCode;
@@ -51,6 +52,7 @@ fn run(cli: Cli, console: &Console) -> Result<(), CliError> {
     if let Command::Plan(args) = &cli.command {
         return plan::run(args, console);
     }
+    cli.secure.install()?;
     tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -58,12 +60,11 @@ fn run(cli: Cli, console: &Console) -> Result<(), CliError> {
             what: "start the runtime",
             source,
         })?
-        .block_on(dispatch(cli, console))
+        .block_on(dispatch(&cli.endpoint, cli.command, console))
 }
 
-async fn dispatch(cli: Cli, console: &Console) -> Result<(), CliError> {
-    let endpoint = cli.endpoint.as_str();
-    match cli.command {
+async fn dispatch(endpoint: &str, command: Command, console: &Console) -> Result<(), CliError> {
+    match command {
         Command::Generate(args) => generate::run(endpoint, &args, console).await,
         Command::Cancel { id } => requests::cancel(endpoint, id, console).await,
         Command::Get(Get::Request { id, output }) => {

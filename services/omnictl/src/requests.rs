@@ -7,7 +7,7 @@ use proto::v1::{
 use serde::Serialize;
 use tonic::transport::Channel;
 
-use crate::{args::Output, error::CliError, text::Console};
+use crate::{args::Output, error::CliError, secure::keyed, text::Console};
 
 /// Stops a request.
 pub(crate) async fn cancel(endpoint: &str, id: String, console: &Console) -> Result<(), CliError> {
@@ -26,7 +26,7 @@ pub(crate) async fn send_cancel(
 ) -> Result<bool, CliError> {
     let mut request = tonic::Request::new(CancelRequest { request_id: id });
     request.set_timeout(CONTROL_DEADLINE);
-    Ok(client.cancel(request).await?.into_inner().cancelled)
+    Ok(client.cancel(keyed(request)).await?.into_inner().cancelled)
 }
 
 /// Shows where a request stands.
@@ -41,7 +41,7 @@ pub(crate) async fn show(
         request_id: id.clone(),
     });
     request.set_timeout(CONTROL_DEADLINE);
-    let view = RequestView::new(id, client.get(request).await?.into_inner());
+    let view = RequestView::new(id, client.get(keyed(request)).await?.into_inner());
     match output {
         Output::Json => console.json(&view),
         Output::Table => console.line(view.text()),

@@ -189,7 +189,7 @@ impl Bound {
         let http = self
             .http_listener
             .map(|listener| serve_http(listener, &context, bounds, stop.clone()));
-        let mut server = task::spawn(proto::server::serve(
+        let mut server = task::spawn(proto::server::serve_anyone(
             self.listener,
             routes,
             stop.clone().cancelled_owned(),
@@ -377,7 +377,7 @@ fn member(config: &RouterConfig, address: SocketAddr) -> Member {
         endpoint: config
             .advertise
             .clone()
-            .unwrap_or_else(|| format!("http://{address}")),
+            .unwrap_or_else(|| format!("{}://{address}", proto::tls::scheme())),
         state: MemberState::Ready.into(),
         ..Member::default()
     }

@@ -1,5 +1,6 @@
 //! Where settings come from: flag, then environment, then file, then default. Everything is parsed
 //! and checked here, before a port opens; an error is one sentence that names the setting.
+mod common;
 mod file;
 mod table;
 
@@ -191,10 +192,15 @@ impl Settings {
             })
     }
 
-    /// An http:// address.
+    /// TLS is on: addresses begin with `https://`.
+    pub(crate) fn secure(&self) -> bool {
+        self.get("tls_cert").is_some()
+    }
+
+    /// Address of another process.
     pub(crate) fn url(&self, key: &'static str) -> Result<String, OmniError> {
         let text = self.text(key)?;
-        proto::channel::endpoint(text, key)
+        proto::channel::of_kind(text, key, self.secure())
             .map(|_| text.trim_end_matches('/').to_owned())
             .map_err(|failure| OmniError::Config(failure.message))
     }

@@ -20,7 +20,7 @@ pub(crate) struct Setting {
     pub(crate) help: &'static str,
 }
 
-const fn setting(
+pub(super) const fn setting(
     key: &'static str,
     value_name: &'static str,
     fallback: Fallback,
@@ -36,65 +36,7 @@ const fn setting(
 
 use Fallback::{Required, Unset, Value};
 
-/// Settings of every role.
-const COMMON: [Setting; 11] = [
-    setting(
-        "admin_listen",
-        "HOST:PORT",
-        Value("127.0.0.1:0"),
-        "Where /livez, /readyz and /metrics answer",
-    ),
-    setting(
-        "advertise",
-        "URL",
-        Unset,
-        "Address that other processes use, when it differs from the one listened on",
-    ),
-    setting(
-        "pool",
-        "NAME",
-        Value("default"),
-        "Pool this process belongs to",
-    ),
-    setting(
-        "log_level",
-        "FILTER",
-        Value("info"),
-        "Log filter, for example info,router=debug",
-    ),
-    setting("log_format", "FORMAT", Value("auto"), "auto, text or json"),
-    setting(
-        "cluster",
-        "NAME",
-        Value("default"),
-        "Cluster to join; several may share one etcd",
-    ),
-    setting(
-        "registry_ca",
-        "FILE",
-        Unset,
-        "Whom to trust as etcd (PEM); given: TLS, else in clear",
-    ),
-    setting(
-        "registry_cert",
-        "FILE",
-        Unset,
-        "Client certificate for etcd (PEM)",
-    ),
-    setting(
-        "registry_key",
-        "FILE",
-        Unset,
-        "Key of the client certificate (PEM)",
-    ),
-    setting("registry_user", "NAME", Unset, "User of etcd"),
-    setting(
-        "registry_password_file",
-        "FILE",
-        Unset,
-        "File with that user's password",
-    ),
-];
+use super::common::COMMON;
 
 const MODEL: Setting = setting("model", "DIR", Required, "Checkpoint directory");
 const REGISTRY: Setting = setting(
@@ -305,7 +247,10 @@ const DIT_WORKER: [Setting; 18] = [
     ),
 ];
 
-const UP: [Setting; 10] = [
+/// Of the common settings these concern `up`, which runs no server of its own.
+const UP_TOO: [&str; 3] = ["log_level", "log_format", "tls"];
+
+const UP: [Setting; 11] = [
     MODEL,
     setting(
         "ar_plan",
@@ -320,6 +265,12 @@ const UP: [Setting; 10] = [
         "Plan of the DiT worker, see its --plan",
     ),
     HTTP_LISTEN,
+    setting(
+        "tls_dir",
+        "DIR",
+        Unset,
+        "Mutual TLS with the certificates of this directory, made if it has none (see omni certs)",
+    ),
     setting(
         "listen",
         "HOST:PORT",
@@ -412,10 +363,9 @@ impl Role {
             Self::DitWorker => &DIT_WORKER,
             Self::Up => &UP,
         };
-        // `up` runs no server of its own: of the common settings only the logs concern it.
         let common = COMMON
             .iter()
-            .filter(move |setting| self != Self::Up || setting.key.starts_with("log_"));
+            .filter(move |setting| self != Self::Up || UP_TOO.contains(&setting.key));
         own.iter().chain(common)
     }
 }

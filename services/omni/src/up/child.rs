@@ -46,6 +46,10 @@ impl Child {
             .arg(role.name())
             .args(arguments)
             .arg("--exit-with-parent")
+            // These may be an operator's, for omnictl; the roles get theirs as arguments.
+            .env_remove("OMNI_TLS_CERT")
+            .env_remove("OMNI_TLS_KEY")
+            .env_remove("OMNI_TLS_CA")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

@@ -10,13 +10,16 @@ use std::{
 };
 
 use base::{Deadline, Shutdown, clock::SystemClock};
+use proto::tls::Tls;
 use tonic_health::pb::{
     HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
 };
 
 use crate::{
     announce::Announcement,
+    certs,
     error::OmniError,
+    secure,
     settings::{Role, Settings},
 };
 use child::Child;
@@ -38,6 +41,8 @@ pub(crate) struct UpConfig {
     pub(crate) plans: [Option<parallel::Plan>; 2],
     pub(crate) listen: std::net::SocketAddr,
     pub(crate) http_listen: std::net::SocketAddr,
+    /// Directory of certificates; `None`: the roles speak in clear.
+    pub(crate) tls_dir: Option<PathBuf>,
     pub(crate) transport: &'static str,
     pub(crate) pool_bytes: usize,
     pub(crate) ready_file: Option<PathBuf>,
@@ -58,7 +63,12 @@ impl UpConfig {
         let given = |key| settings.get(key).is_some();
         let ar_plan = given("ar_plan").then(|| crate::roles::ar_plan(settings, "ar_plan"));
         let dit_plan = given("dit_plan").then(|| crate::roles::parallel_plan(settings, "dit_plan"));
+        let tls_dir = settings.get("tls_dir").map(PathBuf::from);
+        if tls_dir.is_none() {
+            secure::check_clear(settings)?;
+        }
         Ok(Self {
+            tls_dir,
             model: crate::roles::model_dir(settings)?,
             plans: [ar_plan.transpose()?, dit_plan.transpose()?],
             listen: settings.socket("listen")?,
@@ -74,12 +84,13 @@ impl UpConfig {
         })
     }
 
-    fn arguments(&self, own: &[(&str, String)]) -> Vec<OsString> {
-        let common = [
+    fn arguments(&self, role: Role, own: &[(&str, String)]) -> Vec<OsString> {
+        let mut common = vec![
             ("--admin-listen", ANY_PORT.to_owned()),
             ("--log-level", self.log_level.clone()),
             ("--log-format", self.log_format.clone()),
         ];
+        common.extend(self.tls(role));
         let mut arguments: Vec<OsString> = common
             .iter()
             .chain(own)
@@ -92,8 +103,32 @@ impl UpConfig {
     }
 }
 
+impl UpConfig {
+    fn tls(&self, role: Role) -> Vec<(&'static str, String)> {
+        let Some(dir) = &self.tls_dir else {
+            return vec![("--tls", "off".to_owned())];
+        };
+        let path = |name: String| dir.join(name).to_string_lossy().into_owned();
+        vec![
+            ("--tls", "on".to_owned()),
+            ("--tls-ca", path("ca.pem".to_owned())),
+            ("--tls-cert", path(format!("{}.pem", role.name()))),
+            ("--tls-key", path(format!("{}.key", role.name()))),
+        ]
+    }
+}
+
+/// Asks the roles for their health as an operator does.
+fn adopt(dir: &Path) -> Result<(), OmniError> {
+    certs::ensure(dir)?;
+    let files = certs::files(dir, proto::access::Role::Admin);
+    let tls = Tls::load(files).map_err(|error| OmniError::Config(error.to_string()))?;
+    proto::tls::install(tls).map_err(|error| OmniError::of(&error))
+}
+
 /// Runs until a signal asks for the end or a role dies.
 pub(crate) async fn run(config: UpConfig, shutdown: Shutdown) -> Result<(), OmniError> {
+    config.tls_dir.as_deref().map(adopt).transpose()?;
     let mut fleet = Vec::new();
     let deadline = Deadline::after(&SystemClock, config.start_timeout);
     let started = tokio::select! {
@@ -129,7 +164,7 @@ async fn start(config: &UpConfig, fleet: &mut Vec<Child>) -> Result<Announcement
         ("--listen", config.listen.to_string()),
         ("--http-listen", config.http_listen.to_string()),
     ];
-    let router = launch(Role::Router, config.arguments(&router), fleet).await?;
+    let router = launch(Role::Router, config.arguments(Role::Router, &router), fleet).await?;
     let registry = ("--registry", router.endpoint.clone());
     let transport = ("--transport", config.transport.to_owned());
     let listen = ("--listen", ANY_PORT.to_owned());
@@ -140,7 +175,12 @@ async fn start(config: &UpConfig, fleet: &mut Vec<Child>) -> Result<Announcement
         transport.clone(),
         ("--pool-bytes", config.pool_bytes.to_string()),
     ];
-    let kv = launch(Role::KvTransfer, config.arguments(&kv), fleet).await?;
+    let kv = launch(
+        Role::KvTransfer,
+        config.arguments(Role::KvTransfer, &kv),
+        fleet,
+    )
+    .await?;
     healthy(&kv, fleet).await?;
 
     let stage = [
@@ -150,13 +190,13 @@ async fn start(config: &UpConfig, fleet: &mut Vec<Child>) -> Result<Announcement
         ("--kv-transfer", kv.endpoint),
         ("--model", config.model.to_string_lossy().into_owned()),
     ];
-    let with = |plan: &Option<parallel::Plan>| {
+    let with = |role, plan: &Option<parallel::Plan>| {
         let plan = plan.map(|plan| ("--plan", plan.to_string()));
-        config.arguments(&stage.iter().cloned().chain(plan).collect::<Vec<_>>())
+        config.arguments(role, &stage.iter().cloned().chain(plan).collect::<Vec<_>>())
     };
     let [ar_plan, dit_plan] = &config.plans;
-    let ar = launch(Role::ArStage, with(ar_plan), fleet).await?;
-    let dit = launch(Role::DitWorker, with(dit_plan), fleet).await?;
+    let ar = launch(Role::ArStage, with(Role::ArStage, ar_plan), fleet).await?;
+    let dit = launch(Role::DitWorker, with(Role::DitWorker, dit_plan), fleet).await?;
     healthy(&ar, fleet).await?;
     healthy(&dit, fleet).await?;
     healthy(&router, fleet).await?;

@@ -31,10 +31,10 @@ impl Remote {
     /// # Errors
     /// The address is not `http://HOST:PORT`.
     pub fn new(endpoint: &str) -> Result<Self, RegistryError> {
-        let endpoint =
-            proto::channel::endpoint(endpoint, "registry").map_err(RegistryError::Remote)?;
-        let client = RegistryServiceClient::new(endpoint.connect_lazy())
-            .max_decoding_message_size(MAX_SNAPSHOT_BYTES);
+        let channel =
+            proto::channel::lazy_named(endpoint, "registry").map_err(RegistryError::Remote)?;
+        let client =
+            RegistryServiceClient::new(channel).max_decoding_message_size(MAX_SNAPSHOT_BYTES);
         Ok(Self { client })
     }
 }

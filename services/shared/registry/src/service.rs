@@ -1,8 +1,9 @@
 //! `RegistryService` over any registry.
 use std::{pin::Pin, sync::Arc, time::Duration};
 
-use base::limits::MAX_REQUEST_BYTES;
+use base::{Code, Failure, limits::MAX_REQUEST_BYTES};
 use proto::{
+    access::{self, Peer},
     status::status,
     v1::{
         CordonMemberRequest, CordonMemberResponse, DeregisterRequest, DeregisterResponse,
@@ -16,7 +17,7 @@ use tokio_stream::{Stream, StreamExt as _};
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
-use crate::{Beat, Registry, RegistryError};
+use crate::{Beat, Member, Registry, RegistryError, Role};
 
 /// Serves a registry. Watches end when `stop` is cancelled, so that they cannot hold up a clean
 /// stop of the server.
@@ -35,18 +36,39 @@ pub fn server(
         .max_decoding_message_size(MAX_REQUEST_BYTES)
 }
 
+/// Nobody joins in a role that its certificate does not name. A caller in clear has none.
+fn own_role(peer: Option<&Peer>, member: &Member) -> Result<(), Failure> {
+    let needed = match member.role() {
+        Role::Router => access::Role::Router,
+        Role::ArStage => access::Role::ArStage,
+        Role::KvTransfer => access::Role::KvTransfer,
+        Role::DitWorker => access::Role::DitWorker,
+        // Refused for itself.
+        Role::Unspecified => return Ok(()),
+    };
+    match peer {
+        Some(peer) if !peer.is(needed) => {
+            let message = format!("a certificate for {needed} is needed to join as {needed}");
+            Err(Failure::new(Code::PermissionDenied, message).with_field("role"))
+        }
+        _ => Ok(()),
+    }
+}
+
 #[tonic::async_trait]
 impl RegistryService for Service {
     async fn register(
         &self,
         request: Request<RegisterRequest>,
     ) -> Result<Response<RegisterResponse>, Status> {
+        let peer = request.extensions().get::<Peer>().cloned();
         let request = request.into_inner();
         let missing = RegistryError::Invalid {
             field: "member",
             reason: "is required".to_owned(),
         };
         let member = request.member.ok_or_else(|| status(&missing))?;
+        own_role(peer.as_ref(), &member).map_err(|failure| status(&failure))?;
         let ttl = Duration::from_millis(u64::from(request.ttl_ms));
         let grant = self
             .registry

@@ -182,6 +182,7 @@ fn member<S: Stage>(
         model: Some(model),
         epoch: 0,
         load: None,
+        cordoned: false,
         step_costs: stage.step_costs(),
         cordoned: false,
     }

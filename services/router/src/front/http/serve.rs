@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use axum::Router;
+use axum::{Extension, Router};
 use base::task::Tracker;
 use hyper::server::conn::http1;
 use hyper_util::{
@@ -71,6 +71,25 @@ async fn connection(
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%error, "a connection without nodelay");
     }
+    let Some(tls) = proto::tls::installed() else {
+        return answer(stream, routes, bounds, stop).await;
+    };
+    match proto::tls::accept_web(&tls, stream).await {
+        Ok(stream) => {
+            let routes = routes.layer(Extension(stream.peer().clone()));
+            answer(stream, routes, bounds, stop).await;
+        }
+        Err(error) => tracing::info!(%error, "connection refused"),
+    }
+}
+
+/// Requests of one connection, one after the other.
+async fn answer<S: AsyncRead + AsyncWrite + Unpin>(
+    stream: S,
+    routes: Router,
+    bounds: HttpBounds,
+    stop: CancellationToken,
+) {
     let mut connection = pin!(
         http1::Builder::new()
             .timer(TokioTimer::new())

@@ -106,7 +106,7 @@ impl EtcdConfig {
         }
         for endpoint in &self.endpoints {
             // The one reader of addresses; it wants a scheme.
-            if proto::channel::endpoint(&format!("http://{endpoint}"), "registry").is_err() {
+            if proto::channel::of_kind(&format!("http://{endpoint}"), "registry", false).is_err() {
                 let reason = format!("must be {SCHEME}HOST:PORT[,HOST:PORT…], got {endpoint:?}");
                 return Err(invalid("registry", reason));
             }
