@@ -8,6 +8,7 @@
 
 mod admin;
 pub mod admission;
+mod audience;
 pub mod directory;
 mod dispatch;
 mod error;

@@ -25,6 +25,9 @@ use crate::{
 const STAGE_WAIT: Duration = Duration::from_secs(1);
 /// Channels to addresses that are gone are dropped above this many.
 const SPARE_CHANNELS: usize = 64;
+/// How long a member must have been unknown to the registry to count as gone: who lost its lease for a moment
+/// registers again.
+const GONE_AFTER: Duration = Duration::from_secs(2);
 /// Members of which all are looked at to explain a placement; among more it would cost more than the placement.
 const EXPLAINED: usize = 64;
 /// Numbers that roles have on the wire.
@@ -165,6 +168,22 @@ impl Members {
             considered,
             under_way: self.under_way.clone(),
         })
+    }
+
+    /// Waits until the registry, while it is followed, has not known a member for [`GONE_AFTER`].
+    pub(crate) async fn gone(&self, member_id: &str) {
+        let mut changes = self.snapshots.changes();
+        loop {
+            let left = |now: &Arc<registry::Snapshot>| !now.members.contains_key(member_id);
+            if changes.wait_for(left).await.is_err() {
+                return std::future::pending().await;
+            }
+            let back = |now: &Arc<registry::Snapshot>| now.members.contains_key(member_id);
+            let back = tokio::time::timeout(GONE_AFTER, changes.wait_for(back)).await;
+            if back.is_err() && self.snapshots.contact().following {
+                return;
+            }
+        }
     }
 
     /// Seconds that the images of a request are predicted to take by themselves, side by side.

@@ -20,6 +20,7 @@ use tonic::service::RoutesBuilder;
 use crate::{
     RouterError, admin,
     admission::Limits,
+    audience::Audiences,
     events::{self, Events},
     fetch::{FetchConfig, Fetcher},
     front::{self, Context, HttpBounds},
@@ -242,6 +243,7 @@ impl Bound {
             members: Members::new(snapshots),
             gate: Gate::new(self.config.limits, self.metrics.clone()),
             jobs: Jobs::default(),
+            audiences: Audiences::default(),
             events: Events::default(),
             metrics: self.metrics.clone(),
             chance: Source::from_os(),

@@ -157,10 +157,11 @@ impl Walk {
         let ended = async {
             let away = |status: Status| stage_error(Role::DitWorker, assignment, &status);
             let call = client.denoise(self.timed(request));
+            let call = self.word(assignment, call);
             let mut stream = call.await.map_err(away)?.into_inner();
             loop {
                 let message = tokio::select! {
-                    message = stream.message() => message.map_err(away)?,
+                    message = self.word(assignment, stream.message()) => message.map_err(away)?,
                     // Once fetched, the worker needs the pool no more.
                     error = canvas.prefix.held.lost(), if !progress.fetched => return Err(error),
                 };

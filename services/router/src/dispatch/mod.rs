@@ -16,11 +16,11 @@ use proto::{
 };
 use registry::Role;
 use telemetry::names;
-use tokio::sync::mpsc;
 use tonic::{Request, Status};
 
 use crate::{
     RouterError,
+    audience::Audience,
     directory::{Need, host_of},
     front::Context,
     gate::Seat,
@@ -47,7 +47,7 @@ pub(crate) type Answer = Result<GenerateResponse, Status>;
 pub(crate) struct Walk {
     pub(crate) context: Arc<Context>,
     pub(crate) request: ValidRequest,
-    pub(crate) events: mpsc::Sender<Answer>,
+    pub(crate) audience: Audience,
     pub(crate) deadline: Deadline,
     pub(crate) accepted_at: Instant,
     /// Where an operator reads later what happened here.
@@ -249,12 +249,13 @@ impl Walk {
         };
         let mut client = ArStageServiceClient::new(assignment.channel.clone());
         let call = client.prefill(self.timed(self.prefill_request(assignment.epoch, images)));
-        let mut stream = call
+        let mut stream = self
+            .word(assignment, call)
             .await
             .map_err(|status| lost(&status, false))?
             .into_inner();
-        while let Some(message) = stream
-            .message()
+        while let Some(message) = self
+            .word(assignment, stream.message())
             .await
             .map_err(|status| lost(&status, begun))?
         {
@@ -270,8 +271,8 @@ impl Walk {
                     let held = self.take_rows(&mut done.rows);
                     let held = held.map_err(|error| lost_here(error, begun))?;
                     // The stage releases the leases unless its stream is read to the end.
-                    while stream
-                        .message()
+                    while self
+                        .word(assignment, stream.message())
                         .await
                         .map_err(|status| lost(&status, begun))?
                         .is_some()
@@ -334,16 +335,28 @@ impl Walk {
     }
 
     async fn send(&self, event: Event) -> Result<(), RouterError> {
-        self.events
-            .send(Ok(response(event)))
-            .await
-            .map_err(|_| RouterError::Cancelled)
+        self.audience.send(response(event)).await
     }
 
     fn timed<T>(&self, message: T) -> Request<T> {
         let mut request = Request::new(message);
         request.set_timeout(self.deadline.remaining(&clock::SystemClock));
         request
+    }
+
+    /// What a stage says next. A stage that says nothing while the registry has given it up counts as lost: its
+    /// connection may take much longer to break.
+    async fn word<T>(
+        &self,
+        assignment: &Assignment,
+        said: impl Future<Output = Result<T, Status>>,
+    ) -> Result<T, Status> {
+        tokio::select! {
+            said = said => said,
+            () = self.context.members.gone(&assignment.member_id) => {
+                Err(Status::unavailable("it is silent, and its lease in the registry has run out"))
+            }
+        }
     }
 
     /// Since the request came, in milliseconds.

@@ -2,11 +2,14 @@
 mod grpc;
 mod http;
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use base::{
     Code, Deadline, Fault as _, clock,
-    limits::{DEFAULT_REQUEST_DEADLINE, EVENT_QUEUE, MAX_REQUEST_DEADLINE},
+    limits::{DEFAULT_REQUEST_DEADLINE, MAX_REQUEST_DEADLINE},
     rng::Source,
     task::Tracker,
 };
@@ -27,6 +30,7 @@ pub(crate) use self::{
 use crate::{
     RouterError,
     admission::{Ask, Quota},
+    audience::{Audience, Audiences, ENDING_LOOK, ENDING_WAIT, Found, Likeness},
     dispatch::{Answer, Walk},
     events::Events,
     fetch::Fetcher,
@@ -43,6 +47,8 @@ pub(crate) struct Context {
     pub(crate) members: Members,
     pub(crate) gate: Arc<Gate>,
     pub(crate) jobs: Jobs,
+    /// Of requests that their clients have named.
+    pub(crate) audiences: Audiences,
     /// What happens, for operators.
     pub(crate) events: Events,
     pub(crate) metrics: Metrics,
@@ -118,10 +124,71 @@ impl Context {
             .unwrap_or(DEFAULT_REQUEST_DEADLINE)
             .min(MAX_REQUEST_DEADLINE);
         let deadline = Deadline::after(&clock::SystemClock, timeout);
+        // Only a name that the client has chosen can come twice.
+        let named = (!request.request_id.is_empty()).then(|| {
+            (
+                request.request_id.clone(),
+                Likeness::new(&request, &caller.tenant),
+            )
+        });
         let checked = validate::check(request)?;
         self.fetcher.allows(&checked.images)?;
         let model = self.members.model(&checked.model).await?;
-        let request = checked.resolve(&model, &self.chance)?;
+        let request = match &named {
+            // The same again, at any router and after any failure, is to be the same picture.
+            Some((id, _)) => checked.resolve(&model, &seed_of(id))?,
+            None => checked.resolve(&model, &self.chance)?,
+        };
+        let intake = Intake {
+            caller,
+            request,
+            timeout,
+            deadline,
+            accepted_at,
+        };
+        match named {
+            None => {
+                let (begun, audience) = self.begin(intake)?;
+                Ok(self.go(begun, audience, None))
+            }
+            Some((id, likeness)) => self.join_or_begin(id, &likeness, intake).await,
+        }
+    }
+
+    /// The same request may run already; then there is one more who listens to it.
+    async fn join_or_begin(
+        self: &Arc<Self>,
+        id: String,
+        likeness: &Likeness,
+        intake: Intake,
+    ) -> Result<mpsc::Receiver<Answer>, RouterError> {
+        let until = clock::now() + ENDING_WAIT;
+        loop {
+            let begin = || {
+                let (begun, audience) = self.begin(intake.clone())?;
+                Ok(((begun, audience.clone()), audience))
+            };
+            match self.audiences.join_or((&id, likeness), begin)? {
+                Ok((begun, audience)) => return Ok(self.go(begun, audience, Some(id))),
+                Err(Found::Joined(answers)) => {
+                    tracing::info!(request_id = %id, "the same request runs already, joined it");
+                    return Ok(answers);
+                }
+                Err(_) if clock::now() < until => tokio::time::sleep(ENDING_LOOK).await,
+                Err(_) => return Err(RouterError::Duplicate(id)),
+            }
+        }
+    }
+
+    /// Takes a request in. Nothing here waits.
+    fn begin(self: &Arc<Self>, intake: Intake) -> Result<(Begun, Audience), RouterError> {
+        let Intake {
+            caller,
+            request,
+            timeout,
+            deadline,
+            accepted_at,
+        } = intake;
         let job = self.jobs.begin(request.accepted())?;
         let notes = job.notes(accepted_at);
         notes.begun(&request);
@@ -132,31 +199,73 @@ impl Context {
                 return Err(error);
             }
         };
-        let (events, answers) = mpsc::channel(EVENT_QUEUE);
-        // The last word always has a place, however slowly the client reads.
-        let last = events
-            .clone()
-            .try_reserve_owned()
-            .map_err(|_| RouterError::Cancelled)?;
+        let (audience, answers) = Audience::open()?;
         let walk = Walk {
             context: self.clone(),
             request,
-            events,
+            audience: audience.clone(),
             deadline,
             accepted_at,
             notes,
         };
-        self.tasks.spawn(Box::pin(drive(
+        let begun = Begun {
             walk,
             job,
             seat,
-            Last {
-                place: last,
-                timeout,
-            },
-        )));
-        Ok(answers)
+            timeout,
+            answers,
+        };
+        Ok((begun, audience))
     }
+
+    /// Starts the walk.
+    fn go(
+        self: &Arc<Self>,
+        begun: Begun,
+        audience: Audience,
+        name: Option<String>,
+    ) -> mpsc::Receiver<Answer> {
+        let Begun {
+            walk,
+            job,
+            seat,
+            timeout,
+            answers,
+        } = begun;
+        let last = Last {
+            audience,
+            name,
+            timeout,
+        };
+        self.tasks.spawn(Box::pin(drive(walk, job, seat, last)));
+        answers
+    }
+}
+
+/// A request that has been checked.
+#[derive(Debug, Clone)]
+struct Intake {
+    caller: Caller,
+    request: ValidRequest,
+    timeout: Duration,
+    deadline: Deadline,
+    accepted_at: Instant,
+}
+
+/// A request that has its place.
+struct Begun {
+    walk: Walk,
+    job: JobHandle,
+    seat: Seat,
+    timeout: Duration,
+    answers: mpsc::Receiver<Answer>,
+}
+
+/// What chance decides for a request of this name.
+fn seed_of(name: &str) -> Source {
+    let hash = blake3::hash(name.as_bytes());
+    let start = hash.as_bytes().first_chunk().copied();
+    Source::seeded(u64::from_le_bytes(start.unwrap_or_default()))
 }
 
 fn class(priority: Priority) -> Class {
@@ -169,7 +278,9 @@ fn class(priority: Priority) -> Class {
 
 /// Where the last event goes, and the deadline it names when time ran out.
 struct Last {
-    place: mpsc::OwnedPermit<Answer>,
+    audience: Audience,
+    /// Under which the request can be joined.
+    name: Option<String>,
     timeout: Duration,
 }
 
@@ -179,7 +290,7 @@ async fn drive(walk: Walk, job: JobHandle, mut seat: Seat, last: Last) {
     let outcome = tokio::select! {
         biased;
         () = cancelled.cancelled() => Err(RouterError::Cancelled),
-        () = walk.events.closed() => Err(RouterError::Cancelled),
+        () = walk.audience.closed() => Err(RouterError::Cancelled),
         () = context.kill.cancelled() => Err(RouterError::ShuttingDown),
         () = tokio::time::sleep_until(walk.deadline.instant().into()) => {
             Err(RouterError::DeadlineExceeded(last.timeout))
@@ -192,8 +303,13 @@ async fn drive(walk: Walk, job: JobHandle, mut seat: Seat, last: Last) {
     // Free the place first: whoever reads the last word may come again at once.
     drop(seat);
     report(&walk, outcome.as_ref().err());
-    job.end(outcome.as_ref().err());
-    last.place.send(outcome.map_err(|error| status(&error)));
+    match &last.name {
+        Some(name) => context
+            .audiences
+            .end(name, || job.end(outcome.as_ref().err())),
+        None => job.end(outcome.as_ref().err()),
+    }
+    last.audience.end(&outcome.map_err(|error| status(&error)));
 }
 
 fn report(walk: &Walk, error: Option<&RouterError>) {

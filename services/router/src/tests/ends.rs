@@ -134,12 +134,14 @@ async fn a_deadline_ends_a_request_typed() {
 }
 
 #[tokio::test]
-async fn a_running_id_is_taken() {
+async fn a_running_id_is_taken_for_any_other_request() {
     let cluster = Cluster::start().await;
     let (ar, dit) = (Script::new([]), Script::paced(0));
     let _stages = stages(&cluster, &ar, &dit).await;
     let first = cluster.open(request("one")).await.unwrap();
-    let error = failure(&cluster.run(request("one")).await.1.unwrap());
+    let mut other = request("one");
+    other.prompt = "a blue fox".into();
+    let error = failure(&cluster.run(other).await.1.unwrap());
     assert_eq!(
         (error.code, error.field.as_deref()),
         (Code::AlreadyExists, Some("request_id"))

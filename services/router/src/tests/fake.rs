@@ -24,6 +24,7 @@ use registry::{JoinOptions, Load, Member, MemberState, Membership, Role};
 use tokio::{
     runtime::Runtime,
     sync::{Semaphore, mpsc, watch},
+    task::AbortHandle,
 };
 use tokio_stream::{Stream, wrappers::ReceiverStream};
 use tonic::{Request, Response, Status};
@@ -153,15 +154,24 @@ pub(crate) fn model() -> ModelInfo {
     }
 }
 
-/// A registered stage. `None` once killed.
-pub(crate) struct Stage(Option<Runtime>);
+/// A registered stage.
+pub(crate) struct Stage {
+    /// `None` once killed.
+    runtime: Option<Runtime>,
+    membership: AbortHandle,
+}
 
 impl Stage {
     /// Ends it without a word. Its lease stays.
     pub(crate) fn kill(&mut self) {
-        if let Some(runtime) = self.0.take() {
+        if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
+    }
+
+    /// Stops renewing its lease and goes on with everything else.
+    pub(crate) fn lapse(&self) {
+        self.membership.abort();
     }
 }
 
@@ -225,11 +235,19 @@ pub(crate) async fn join_model(
         (listener, routes, joined)
     });
     let (listener, routes, joined) = joined.await.unwrap();
-    runtime.spawn(async move {
+    let membership = runtime.spawn(async move {
         let _joined = joined;
-        proto::server::serve(listener, routes, std::future::pending()).await
+        std::future::pending::<()>().await;
     });
-    Stage(Some(runtime))
+    runtime.spawn(proto::server::serve(
+        listener,
+        routes,
+        std::future::pending(),
+    ));
+    Stage {
+        runtime: Some(runtime),
+        membership: membership.abort_handle(),
+    }
 }
 
 impl Cluster {

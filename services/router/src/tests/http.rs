@@ -360,7 +360,8 @@ async fn requests_have_ids_and_one_id_runs_once() {
     let streamed = wish_with(&json!({ "stream": true }));
     let first = send(site.address(), with_id("mine", streamed)).await;
     assert_eq!(first.headers()["x-request-id"], "mine");
-    let second = send(site.address(), with_id("mine", wish())).await;
+    let other = wish_with(&json!({ "prompt": "another fox" }));
+    let second = send(site.address(), with_id("mine", other)).await;
     assert_eq!(second.status(), StatusCode::CONFLICT);
     assert_eq!(second.headers()["x-request-id"], "mine");
     assert_eq!(answer(second).await["error"]["param"], "x-request-id");

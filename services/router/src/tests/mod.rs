@@ -2,6 +2,7 @@
 mod ends;
 mod fake;
 mod http;
+mod joined;
 mod leases;
 mod operate;
 mod pool;
