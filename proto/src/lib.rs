@@ -5,6 +5,7 @@
 pub mod access;
 pub mod channel;
 pub mod deadline;
+mod secret;
 pub mod server;
 pub mod size;
 pub mod status;

@@ -251,6 +251,8 @@ mod tests {
             preview_kind: 1,
             priority: 1,
             align_image_size: true,
+            on_prefix_loss: 2,
+            transfer_timeout_ms: 1,
         }
     }
 

@@ -1,9 +1,9 @@
 //! Brings the prefixes of a request here and checks that they are what they claim to be.
 use std::sync::Arc;
 
-use base::MemberId;
+use base::{Code, Fault as _, MemberId};
 use kv::KvGeometry;
-use kv_transfer::{Fetched, KvClient, Lease};
+use kv_transfer::{FetchRequest, Fetched, KvClient, Lease};
 use model::PrefixKv;
 use proto::v1::PrefixHandle;
 use stage::StageError;
@@ -28,10 +28,14 @@ pub(crate) async fn both(
     receiver: &MemberId,
 ) -> Result<FetchedRows, StageError> {
     let fetch = async |handle: &PrefixHandle| {
-        client
-            .fetch(handle, geometry, &order.request_id, receiver.as_str())
-            .await
-            .map_err(|error| StageError::of(&error))
+        let request = FetchRequest {
+            expected: Some(geometry),
+            epoch: order.epoch,
+            timeout: order.transfer_timeout,
+            ..FetchRequest::new(handle, &order.request_id, receiver.as_str())
+        };
+        let fetched = client.fetch_part(request).await;
+        fetched.map_err(|error| StageError::of(&error))
     };
     let uncond = async {
         match &order.uncond {
@@ -41,6 +45,14 @@ pub(crate) async fn both(
     };
     let (cond, uncond) = tokio::try_join!(fetch(&order.cond), uncond)?;
     Ok(FetchedRows { cond, uncond })
+}
+
+/// Whether an error says that a prefix will not come, however often it is tried.
+pub(crate) fn is_gone(error: &StageError) -> bool {
+    matches!(
+        error.code(),
+        Code::NotFound | Code::Aborted | Code::DataLoss
+    )
 }
 
 impl FetchedRows {

@@ -1,4 +1,6 @@
 //! A request whose fields are understood, and the prefixes it names.
+use std::time::Duration;
+
 use base::{
     Failure,
     limits::{MAX_GUIDANCE, MAX_PREVIEWS, MAX_SEED, MAX_STEPS},
@@ -26,6 +28,10 @@ pub(crate) struct Order {
     pub(crate) class: Class,
     /// Height and width that the image is scaled to, if it is.
     pub(crate) output: Option<(usize, usize)>,
+    /// Epoch of the cluster that the request was decided on.
+    pub(crate) epoch: u64,
+    /// Bound of fetching a prefix, if the request has one.
+    pub(crate) transfer_timeout: Option<Duration>,
 }
 
 impl Order {
@@ -86,6 +92,10 @@ impl Order {
             },
             class,
             output,
+            epoch: request.epoch,
+            transfer_timeout: Some(request.transfer_timeout_ms)
+                .filter(|ms| *ms > 0)
+                .map(|ms| Duration::from_millis(ms.into())),
         })
     }
 }

@@ -14,8 +14,8 @@ use model::{JobOptions, JobSpec, JobState, Latents, Parts, StepCache, preview::L
 use proto::{
     names,
     v1::{
-        self, DenoiseDone, DenoisePreview, DenoiseQueued, DenoiseRequest, DenoiseResponse,
-        DenoiseStarted, DenoiseStep,
+        self, DenoiseDone, DenoiseNoPrefix, DenoisePreview, DenoiseQueued, DenoiseRequest,
+        DenoiseResponse, DenoiseStarted, DenoiseStep,
         denoise_response::Event,
         dit_worker_service_server::{DitWorkerService, DitWorkerServiceServer},
     },
@@ -267,14 +267,25 @@ impl DitWorker {
     ) -> Result<(RankJob, Leases), StageError> {
         let start = clock::now();
         let geometry = loaded.ranks.info().kv;
-        let fetched = fetch::both(&self.client, order, &geometry, &self.member_id).await?;
-        let (bytes, transport) = (fetched.bytes(), fetched.transport());
-        let checked = self.prepare.run(move || fetched.into_prefixes(geometry));
+        let arrived = async {
+            let fetched = fetch::both(&self.client, order, &geometry, &self.member_id).await?;
+            let (bytes, transport) = (fetched.bytes(), fetched.transport());
+            let checked = self.prepare.run(move || fetched.into_prefixes(geometry));
+            Ok::<_, StageError>((checked.await??, bytes, transport))
+        };
+        let (prefixes, bytes, transport) = match arrived.await {
+            Ok(arrived) => arrived,
+            Err(error) => {
+                let gone = fetch::is_gone(&error);
+                send(events, Event::NoPrefix(DenoiseNoPrefix { gone })).await?;
+                return Err(error);
+            }
+        };
         let Prefixes {
             cond,
             uncond,
             leases,
-        } = checked.await??;
+        } = prefixes;
         let started = DenoiseStarted {
             transfer_ms: clock::millis_since(start),
             transfer_bytes: bytes,

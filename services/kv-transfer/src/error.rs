@@ -80,6 +80,20 @@ pub enum TransferError {
         /// The state it is in.
         state: &'static str,
     },
+    /// A pull token is missing, used up, or not for this caller. Tokens themselves are never shown.
+    #[error("the pull token {why}")]
+    Token {
+        /// What is wrong with it.
+        why: &'static str,
+    },
+    /// The caller decided on a view of the cluster that is older than what the slot has seen.
+    #[error("epoch {got} is older than epoch {newest}, which the slot has seen")]
+    StaleEpoch {
+        /// The caller's epoch.
+        got: u64,
+        /// The newest one.
+        newest: u64,
+    },
     /// Whoever wrote the slot went away before it was complete.
     #[error("slot {slot} was given up by its producer")]
     ProducerLost {
@@ -161,7 +175,8 @@ impl Fault for TransferError {
             Self::DataLoss { .. } => Code::DataLoss,
             Self::PoolFull { .. } | Self::TooMany { .. } => Code::ResourceExhausted,
             Self::UnknownSlot { .. } | Self::UnknownLease { .. } => Code::NotFound,
-            Self::StaleGeneration { .. } => Code::Aborted,
+            Self::StaleGeneration { .. } | Self::StaleEpoch { .. } => Code::Aborted,
+            Self::Token { .. } => Code::PermissionDenied,
             Self::Deadline { .. } => Code::DeadlineExceeded,
             Self::PeerLost(_) | Self::ProducerLost { .. } | Self::NoPath { .. } | Self::Stopped => {
                 Code::Unavailable
@@ -176,6 +191,8 @@ impl Fault for TransferError {
             Self::Invalid { field, .. } => Some(field),
             Self::Manifest(error) | Self::Mismatch(error) => Some(error.field()),
             Self::StaleGeneration { .. } => Some("generation"),
+            Self::StaleEpoch { .. } => Some("epoch"),
+            Self::Token { .. } => Some("pull_token"),
             Self::UnknownSlot { .. } => Some("slot"),
             Self::UnknownLease { .. } => Some("lease"),
             Self::Remote(failure) => failure.field.as_deref(),

@@ -41,6 +41,12 @@ pub const SLOT_ALIGN: u64 = 4096;
 pub const MAX_SLOTS: usize = 4096;
 /// Leases on one slot.
 pub const MAX_LEASES_PER_SLOT: usize = 64;
+/// Bytes of a pull token.
+pub const TOKEN_BYTES: usize = 16;
+/// Pull tokens of one slot that were not used yet.
+pub const MAX_TOKENS_PER_SLOT: usize = 256;
+/// How long a pull token is good: a receiver may queue for long before it fetches.
+pub const TOKEN_TTL: Duration = Duration::from_secs(3600);
 /// Shortest lease.
 pub const MIN_TTL: Duration = Duration::from_millis(50);
 /// Longest lease.

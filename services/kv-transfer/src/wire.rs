@@ -156,6 +156,16 @@ pub(crate) fn check_receiver(text: &str) -> Result<(), TransferError> {
     }
 }
 
+/// Reads a pull token.
+pub(crate) fn token_from_proto(bytes: &[u8]) -> Result<[u8; limits::TOKEN_BYTES], TransferError> {
+    if bytes.is_empty() {
+        return Err(TransferError::Token { why: "is required" });
+    }
+    bytes.try_into().map_err(|_| TransferError::Token {
+        why: "is unknown or was used",
+    })
+}
+
 /// Reads for how long a producer waits in line.
 pub(crate) fn wait_from_proto(wait_ms: u32) -> Result<Duration, TransferError> {
     let wait = Duration::from_millis(u64::from(wait_ms));

@@ -71,8 +71,28 @@ pub enum RouterError {
     #[error("{0}")]
     Stage(Failure),
     /// A prefix may be gone from the pool before a worker had fetched it.
-    #[error("a prefix of this request was lost before it was fetched: {0}")]
-    PrefixLost(Failure),
+    #[error(
+        "a prefix of this request was lost before it was fetched (on_prefix_loss is {policy}): {failure}"
+    )]
+    PrefixLost {
+        /// Why.
+        failure: Failure,
+        /// What the request wants then.
+        policy: &'static str,
+    },
+    /// A prefix could not be brought to a worker.
+    #[error(
+        "a prefix of this request did not reach its worker (on_prefix_loss is {policy}): {failure}"
+    )]
+    NotTransferred {
+        /// Why.
+        failure: Failure,
+        /// What the request wants then.
+        policy: &'static str,
+    },
+    /// A prefix that was computed again is not the one that was lost.
+    #[error("a prefix of this request was lost, and computed again it is another one")]
+    PrefixChanged,
     /// A stage broke the protocol between us.
     #[error("{stage} {reason}")]
     Protocol {
@@ -91,13 +111,18 @@ impl Fault for RouterError {
         match self {
             Self::Invalid { .. } | Self::Hopeless(_) => Code::InvalidArgument,
             Self::NoModel(_) | Self::NoRequest(_) => Code::NotFound,
-            Self::NoStage { .. } | Self::ShuttingDown | Self::PrefixLost(_) => Code::Unavailable,
+            Self::NoStage { .. }
+            | Self::ShuttingDown
+            | Self::PrefixLost { .. }
+            | Self::PrefixChanged => Code::Unavailable,
             Self::Full { .. } | Self::Quota { .. } | Self::Late { .. } => Code::ResourceExhausted,
             Self::Duplicate(_) => Code::AlreadyExists,
             Self::Cancelled => Code::Cancelled,
             Self::DeadlineExceeded(_) => Code::DeadlineExceeded,
             Self::Protocol { .. } => Code::Internal,
-            Self::Stage(failure) | Self::Server(failure) => failure.code,
+            Self::Stage(failure) | Self::Server(failure) | Self::NotTransferred { failure, .. } => {
+                failure.code
+            }
         }
     }
 

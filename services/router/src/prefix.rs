@@ -4,8 +4,10 @@
 use std::{mem, sync::Arc, time::Duration};
 
 use base::{Code, Failure, clock, limits::CONTROL_DEADLINE, task::Tracker};
+use futures_util::future::try_join_all;
 use proto::v1::{
-    PrefixRow, ReleaseRequest, RenewRequest, kv_transfer_service_client::KvTransferServiceClient,
+    GrantRequest, LossPolicy, PrefixRow, ReleaseRequest, RenewRequest,
+    kv_transfer_service_client::KvTransferServiceClient,
 };
 use tokio::{
     sync::{Semaphore, watch},
@@ -14,7 +16,7 @@ use tokio::{
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::{Request, transport::Channel};
 
-use crate::{RouterError, members::Members};
+use crate::{RouterError, members::Members, validate::policy_name};
 
 /// Time to live of a prefix whose router has died.
 pub const PREFIX_TTL: Duration = Duration::from_secs(15);
@@ -35,12 +37,15 @@ pub(crate) struct Keeper {
 /// them, in tasks that outlive the request.
 #[derive(Debug)]
 pub(crate) struct Held {
+    /// In the order of the rows.
+    leases: Vec<Lease>,
+    policy: LossPolicy,
     lost: watch::Receiver<Option<Failure>>,
     _ended_by_drop: DropGuard,
 }
 
 /// One lease.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct Lease {
     request_id: String,
     slot: u64,
@@ -68,11 +73,13 @@ impl Keeper {
         &self,
         request_id: &str,
         rows: &mut [PrefixRow],
-        members: &Members,
+        (members, policy): (&Members, LossPolicy),
     ) -> Result<Held, &'static str> {
         let ended = CancellationToken::new();
         let (lost, watched) = watch::channel(None);
-        let held = Held {
+        let mut held = Held {
+            leases: Vec::new(),
+            policy,
             lost: watched,
             _ended_by_drop: ended.clone().drop_guard(),
         };
@@ -91,10 +98,14 @@ impl Keeper {
                 lease,
                 client: KvTransferServiceClient::new(channel),
             };
+            held.leases.push(lease.clone());
             let (ttl, releasing) = (self.ttl, self.releasing.clone());
+            // Who waits does not give a pool up that is merely silent.
+            let patient = policy == LossPolicy::Wait;
             let (ended, lost) = (ended.clone(), lost.clone());
             self.tasks.spawn(async move {
-                if let Some(failure) = ended.run_until_cancelled(lease.renewed(ttl)).await {
+                if let Some(failure) = ended.run_until_cancelled(lease.renewed(ttl, patient)).await
+                {
                     lost.send_replace(Some(failure));
                 }
                 lease.release(&releasing).await;
@@ -105,13 +116,46 @@ impl Keeper {
 }
 
 impl Held {
+    /// One pull token a row for `receiver`; those of `replaces` are void from here on.
+    pub(crate) async fn grant(
+        &self,
+        (receiver, epoch): (&str, u64),
+        replaces: &[Vec<u8>],
+    ) -> Result<Vec<Vec<u8>>, Failure> {
+        let one = |(index, lease): (usize, &Lease)| {
+            let lease = lease.clone();
+            let message = GrantRequest {
+                slot: lease.slot,
+                generation: lease.generation,
+                lease: lease.lease,
+                request_id: lease.request_id,
+                receiver: receiver.to_owned(),
+                epoch,
+                replaces: replaces.get(index).cloned().unwrap_or_default(),
+            };
+            let mut client = lease.client;
+            async move {
+                let call = client.grant(timed(message, CONTROL_DEADLINE));
+                match tokio::time::timeout(CONTROL_DEADLINE, call).await {
+                    Ok(Ok(made)) => Ok(made.into_inner().token),
+                    Ok(Err(status)) => Err(proto::status::failure(&status)),
+                    Err(_) => Err(silent(CONTROL_DEADLINE)),
+                }
+            }
+        };
+        try_join_all(self.leases.iter().enumerate().map(one)).await
+    }
+
     /// Answers why, once a prefix may be gone; waits for ever while all are kept.
     pub(crate) async fn lost(&self) -> RouterError {
         let mut lost = self.lost.clone();
         let seen = lost.wait_for(Option::is_some).await;
         let failure = seen.ok().and_then(|failure| (*failure).clone());
         match failure {
-            Some(failure) => RouterError::PrefixLost(failure),
+            Some(failure) => RouterError::PrefixLost {
+                failure,
+                policy: policy_name(self.policy),
+            },
             // Every keeper has ended, none with a loss.
             None => std::future::pending().await,
         }
@@ -121,7 +165,7 @@ impl Held {
 impl Lease {
     /// Renews until the lease is lost; answers why. The first time at once, for the stage's time to
     /// live is not known here.
-    async fn renewed(&self, ttl: Duration) -> Failure {
+    async fn renewed(&self, ttl: Duration, patient: bool) -> Failure {
         let every = ttl / RENEWALS_PER_TTL;
         let mut ticks = tokio::time::interval(every);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -135,7 +179,8 @@ impl Lease {
             };
             let (request_id, slot, code) = (&self.request_id, self.slot, failure.code);
             let gone = matches!(code, Code::NotFound | Code::Aborted);
-            if gone || clock::now().saturating_duration_since(good) >= ttl {
+            let silent = clock::now().saturating_duration_since(good) >= ttl;
+            if gone || (silent && !patient) {
                 tracing::warn!(request_id, slot, %code, "prefix lease lost");
                 return failure;
             }
@@ -155,10 +200,7 @@ impl Lease {
         match answer {
             Ok(Ok(_)) => Ok(()),
             Ok(Err(status)) => Err(proto::status::failure(&status)),
-            Err(_) => {
-                let silent = format!("no answer from its KV-transfer service within {limit:?}");
-                Err(Failure::new(Code::Unavailable, silent))
-            }
+            Err(_) => Err(silent(limit)),
         }
     }
 
@@ -181,6 +223,11 @@ impl Lease {
             tracing::debug!(request_id, slot, "prefix lease is left to its time to live");
         }
     }
+}
+
+fn silent(limit: Duration) -> Failure {
+    let message = format!("no answer from its KV-transfer service within {limit:?}");
+    Failure::new(Code::Unavailable, message)
 }
 
 fn timed<T>(message: T, limit: Duration) -> Request<T> {

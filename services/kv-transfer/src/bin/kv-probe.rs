@@ -114,6 +114,9 @@ struct Staged {
     /// Where to stop.
     #[arg(long)]
     phase: String,
+    /// Lease of the producer of the prefix to fetch.
+    #[arg(long, default_value_t = 0)]
+    lease: u64,
 }
 
 #[derive(Args)]
@@ -210,10 +213,10 @@ async fn hold(args: Path) -> Result<(), TransferError> {
     Ok(())
 }
 
-/// Says where it is, and stays there if that is where it was told to stop.
-async fn reach(phase: &str, args: &Staged) {
+/// Says where it is and which lease it has, and stays there if that is where it was told to stop.
+async fn reach(phase: &str, args: &Staged, lease: u64) {
     if phase == args.phase {
-        println!("{phase}");
+        println!("{phase} {lease}");
         std::future::pending::<()>().await;
     }
 }
@@ -229,19 +232,20 @@ async fn produce(args: Staged) -> Result<(), TransferError> {
         cache: None,
     };
     let mut publication = client.offer(&endpoint, description).await?;
-    reach("reserved", &args).await;
+    let lease = publication.handle().map_or(0, |handle| handle.lease);
+    reach("reserved", &args, lease).await;
     // Less than a chunk: nothing of it can be sealed.
     publication.write(request.payload[..1000].to_vec()).await?;
-    reach("written", &args).await;
+    reach("written", &args, lease).await;
     let half = request.payload.len() / 2;
     publication
         .write(request.payload[1000..half].to_vec())
         .await?;
-    reach("part-sealed", &args).await;
+    reach("part-sealed", &args, lease).await;
     publication.write(request.payload[half..].to_vec()).await?;
     let published = publication.finish().await?;
     let _kept = base::task::spawn(keep(client, published));
-    reach("sealed", &args).await;
+    reach("sealed", &args, lease).await;
     Ok(())
 }
 
@@ -273,14 +277,15 @@ async fn consume(args: Staged) -> Result<(), TransferError> {
         slot: slot.slot,
         tokens: slot.tokens,
         bytes: slot.bytes,
-        lease: 0,
+        lease: args.lease,
+        pull_token: vec![],
     };
     let fetched = client.fetch(&handle, &GEOMETRY, "probe", "probe").await?;
-    reach("pulled", &args).await;
+    reach("pulled", &args, args.lease).await;
     fetched.to_vec()?;
-    reach("copied", &args).await;
+    reach("copied", &args, args.lease).await;
     client.release(fetched.lease).await?;
-    reach("acknowledged", &args).await;
+    reach("acknowledged", &args, args.lease).await;
     Ok(())
 }
 

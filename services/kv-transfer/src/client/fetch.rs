@@ -1,4 +1,5 @@
 use std::sync::Arc;
+use std::time::Duration;
 
 use base::Deadline;
 use fabric::Access;
@@ -29,6 +30,26 @@ pub struct FetchRequest<'a> {
     pub request_id: &'a str,
     /// Member id of the receiver.
     pub receiver: &'a str,
+    /// Epoch of the cluster that the fetch was decided on; 0 outside of one.
+    pub epoch: u64,
+    /// Bound of this fetch; never beyond that of the client.
+    pub timeout: Option<Duration>,
+}
+
+impl<'a> FetchRequest<'a> {
+    /// The whole prefix of any shape, outside of a cluster.
+    #[must_use]
+    pub fn new(handle: &'a PrefixHandle, request_id: &'a str, receiver: &'a str) -> Self {
+        Self {
+            handle,
+            expected: None,
+            part: None,
+            request_id,
+            receiver,
+            epoch: 0,
+            timeout: None,
+        }
+    }
 }
 
 /// A prefix, or a part of one, within reach of this process.
@@ -195,11 +216,8 @@ impl KvClient {
         receiver: &str,
     ) -> Result<Fetched, TransferError> {
         self.fetch_part(FetchRequest {
-            handle,
             expected: Some(expected),
-            part: None,
-            request_id,
-            receiver,
+            ..FetchRequest::new(handle, request_id, receiver)
         })
         .await
     }
@@ -209,18 +227,20 @@ impl KvClient {
     /// # Errors
     /// As [`Self::fetch`]; [`TransferError::Mismatch`] for a part that is none.
     pub async fn fetch_part(&self, request: FetchRequest<'_>) -> Result<Fetched, TransferError> {
-        let deadline = self.deadline();
+        let deadline = self.deadline_within(request.timeout);
         let inner = &self.inner;
         let handle = request.handle;
+        let shown = self.with_token(&request).await?;
         let node = inner.config.node.as_ref();
         let endpoint = node.unwrap_or(&handle.endpoint);
         let mut stub = inner.channels.stub(endpoint)?;
         let message = v1::PullRequest {
-            handle: Some(handle.clone()),
+            handle: Some(shown),
             request_id: request.request_id.to_owned(),
             receiver: request.receiver.to_owned(),
             ttl_ms: wire::millis(inner.config.ttl),
             follows: true,
+            epoch: request.epoch,
         };
         // Through the own node this takes as long as the payload takes to come there.
         let pulled = call_until("pulling a slot", deadline, message, |request| {

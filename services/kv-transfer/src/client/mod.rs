@@ -4,6 +4,7 @@
 mod channels;
 mod config;
 mod fetch;
+mod grant;
 mod lease;
 mod lookup;
 mod publish;
@@ -11,6 +12,7 @@ mod reach;
 mod read;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use base::Deadline;
 use tokio::sync::{Mutex, OwnedMutexGuard};
@@ -102,7 +104,14 @@ impl KvClient {
     /// Deadline of what starts now. It lies before the expiry of any lease taken from now on, so
     /// that no operation is started on memory that is not ours any more.
     fn deadline(&self) -> Deadline {
+        self.deadline_within(None)
+    }
+
+    /// As [`Self::deadline`], and no later than after `most`.
+    fn deadline_within(&self, most: Option<Duration>) -> Deadline {
         let config = &self.inner.config;
-        Deadline::after(&base::clock::SystemClock, config.deadline.min(config.ttl))
+        let own = config.deadline.min(config.ttl);
+        let bound = most.map_or(own, |most| most.min(own));
+        Deadline::after(&base::clock::SystemClock, bound)
     }
 }

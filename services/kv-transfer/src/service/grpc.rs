@@ -11,7 +11,7 @@ use tokio_stream::{Stream, wrappers::ReceiverStream};
 use tonic::{Request, Response, Status};
 
 use super::node::{Node, Service};
-use super::slots::{CacheTerms, LeaseKey, Reservation, SlotView};
+use super::slots::{Bearer, CacheTerms, LeaseKey, Reservation, SlotView};
 use crate::{TransferError, wire};
 
 type Answer<T> = Result<Response<T>, Status>;
@@ -31,6 +31,14 @@ impl KvTransferService for Service {
 
     async fn seal(&self, request: Request<v1::SealRequest>) -> Answer<v1::SealResponse> {
         answer("seal", self.do_seal(request.into_inner()).await)
+    }
+
+    async fn grant(&self, request: Request<v1::GrantRequest>) -> Answer<v1::GrantResponse> {
+        answer("grant", self.do_grant(request.into_inner()))
+    }
+
+    async fn redeem(&self, request: Request<v1::RedeemRequest>) -> Answer<v1::RedeemResponse> {
+        answer("redeem", self.do_redeem(request.into_inner()))
     }
 
     async fn pull(&self, request: Request<v1::PullRequest>) -> Answer<v1::PullResponse> {
@@ -205,9 +213,35 @@ impl Service {
         })
     }
 
+    fn do_grant(&self, wire: v1::GrantRequest) -> Result<v1::GrantResponse, TransferError> {
+        let key = lease_key(wire.slot, wire.generation, wire.lease);
+        let bearer = bearer(wire.request_id, wire.receiver, wire.epoch)?;
+        let replaces = match wire.replaces.is_empty() {
+            true => None,
+            false => Some(wire::token_from_proto(&wire.replaces)?),
+        };
+        let node = &self.node;
+        let token = node.new_token();
+        let made = (token, bearer);
+        node.table().grant(node.now(), key, made, replaces)?;
+        Ok(v1::GrantResponse {
+            token: token.to_vec(),
+        })
+    }
+
+    fn do_redeem(&self, wire: v1::RedeemRequest) -> Result<v1::RedeemResponse, TransferError> {
+        let bearer = bearer(wire.request_id, wire.receiver, wire.epoch)?;
+        let shown = wire
+            .handle
+            .ok_or_else(|| TransferError::invalid("handle", "is required"))?;
+        let token = wire::token_from_proto(&shown.pull_token)?;
+        let (node, named) = (&self.node, (shown.slot, shown.generation));
+        node.table().redeem(node.now(), named, (&token, &bearer))?;
+        Ok(v1::RedeemResponse {})
+    }
+
     async fn do_pull(&self, wire: v1::PullRequest) -> Result<v1::PullResponse, TransferError> {
-        wire::check_request_id(&wire.request_id)?;
-        wire::check_receiver(&wire.receiver)?;
+        let bearer = bearer(wire.request_id, wire.receiver, wire.epoch)?;
         let ttl = wire::ttl_from_proto(wire.ttl_ms)?;
         let asked = wire
             .handle
@@ -215,10 +249,14 @@ impl Service {
         let identity = wire::identity_from_proto(&asked.identity)?;
         let node = &self.node;
         let named = if asked.endpoint == node.advertise || asked.endpoint.is_empty() {
-            (asked.slot, asked.generation)
+            let (named, token) = (
+                (asked.slot, asked.generation),
+                wire::token_from_proto(&asked.pull_token)?,
+            );
+            node.table().redeem(node.now(), named, (&token, &bearer))?;
+            named
         } else {
-            self.relayed(&asked, &wire.request_id, &wire.receiver)
-                .await?
+            self.relayed(&asked, &bearer).await?
         };
         let what = (identity, wire.follows);
         let (grant, manifest) = node.table().pull(node.now(), named, what, ttl)?;
@@ -289,7 +327,19 @@ fn handle(node: &Node, key: LeaseKey, manifest: &Manifest) -> PrefixHandle {
         tokens: narrow(manifest.tokens),
         bytes: manifest.bytes,
         lease: key.lease,
+        pull_token: vec![],
     }
+}
+
+/// Whom a call names.
+fn bearer(request_id: String, receiver: String, epoch: u64) -> Result<Bearer, TransferError> {
+    wire::check_request_id(&request_id)?;
+    wire::check_receiver(&receiver)?;
+    Ok(Bearer {
+        request_id,
+        receiver,
+        epoch,
+    })
 }
 
 fn slot_to_proto(slot: SlotView) -> v1::list_slots_response::Slot {

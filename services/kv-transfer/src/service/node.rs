@@ -14,7 +14,7 @@ use tonic::service::RoutesBuilder;
 
 use super::line::Line;
 use super::relay::Relay;
-use super::slots::{Grant, SlotTable};
+use super::slots::{Grant, SlotTable, Token};
 use crate::engine::{Engine, EngineConfig, Remote, Transport};
 use crate::local::{Door, POOL_ID_BYTES, PoolId};
 use crate::{PoolMemory, TransferError, limits, wire};
@@ -107,6 +107,8 @@ pub(super) struct Node {
     pub(super) memory: Arc<SharedMemory>,
     door: Option<Arc<Door>>,
     pool_id: PoolId,
+    /// Of pull tokens.
+    chance: base::rng::Source,
     remote: Option<RemoteSide>,
     pub(super) chunk_bytes: usize,
     verify_on_seal: bool,
@@ -176,6 +178,7 @@ impl Service {
             memory,
             door,
             pool_id,
+            chance: random,
             remote,
             chunk_bytes: config.chunk_bytes,
             verify_on_seal: config.verify_on_seal,
@@ -253,6 +256,15 @@ impl Node {
     /// Resolves at the next change after this call.
     pub(super) fn changes(&self) -> watch::Receiver<u64> {
         self.changes.subscribe()
+    }
+
+    /// A token that nobody can guess.
+    pub(super) fn new_token(&self) -> Token {
+        let mut token = [0; limits::TOKEN_BYTES];
+        for word in token.chunks_mut(8) {
+            word.copy_from_slice(&self.chance.next_u64().to_le_bytes());
+        }
+        token
     }
 
     /// What a peer needs to reach a slot.

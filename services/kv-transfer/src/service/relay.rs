@@ -9,7 +9,7 @@ use proto::v1::PrefixHandle;
 use tokio::sync::OnceCell;
 
 use super::node::{Node, Service};
-use super::slots::{LeaseKey, Reservation};
+use super::slots::{Bearer, LeaseKey, Reservation};
 use crate::client::FetchRequest;
 use crate::engine::EngineConfig;
 use crate::{ClientConfig, Fetched, KvClient, TransferError, limits};
@@ -80,24 +80,39 @@ impl Service {
     pub(super) async fn relayed(
         &self,
         handle: &PrefixHandle,
-        request_id: &str,
-        receiver: &str,
+        bearer: &Bearer,
     ) -> Result<(u64, u64), TransferError> {
+        let request = FetchRequest {
+            epoch: bearer.epoch,
+            ..FetchRequest::new(handle, &bearer.request_id, &bearer.receiver)
+        };
         let relay = &self.node.relay;
         let origin = (handle.endpoint.clone(), handle.slot, handle.generation);
         let copy = relay.copy(&origin)?;
         if let Some(key) = copy.get() {
             let ttl = limits::RELAY_TTL;
-            if self.node.table().renew(self.node.now(), *key, ttl).is_ok() {
+            let kept = self.node.table().renew(self.node.now(), *key, ttl);
+            if kept.is_ok() {
+                relay.client()?.redeem(&request).await?;
                 return Ok((key.slot, key.generation));
             }
             // The copy has gone meanwhile: fetch it anew.
             relay.forget(&origin, &copy);
-            return Box::pin(self.relayed(handle, request_id, receiver)).await;
+            return Box::pin(self.relayed(handle, bearer)).await;
         }
-        let bring = || self.bring(handle, request_id, receiver);
+        // Whoever brings the prefix uses its token up with that; the others have waited, and show theirs now.
+        let mut brought = false;
+        let bring = || {
+            brought = true;
+            self.bring(request)
+        };
         match copy.get_or_try_init(bring).await {
-            Ok(key) => Ok((key.slot, key.generation)),
+            Ok(key) => {
+                if !brought {
+                    relay.client()?.redeem(&request).await?;
+                }
+                Ok((key.slot, key.generation))
+            }
             Err(error) => {
                 relay.forget(&origin, &copy);
                 Err(error)
@@ -105,26 +120,14 @@ impl Service {
         }
     }
 
-    async fn bring(
-        &self,
-        handle: &PrefixHandle,
-        request_id: &str,
-        receiver: &str,
-    ) -> Result<LeaseKey, TransferError> {
+    async fn bring(&self, request: FetchRequest<'_>) -> Result<LeaseKey, TransferError> {
         let node = &self.node;
         let client = node.relay.client()?;
-        let request = FetchRequest {
-            handle,
-            expected: None,
-            part: None,
-            request_id,
-            receiver,
-        };
         let fetched = client.fetch_part(request).await?;
         let asked = Reservation {
             bytes: fetched.bytes,
             ttl: limits::RELAY_TTL,
-            request_id: request_id.to_owned(),
+            request_id: request.request_id.to_owned(),
             offer: None,
             cache: None,
         };

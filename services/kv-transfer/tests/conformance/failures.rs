@@ -22,8 +22,15 @@ async fn an_old_generation_is_refused_and_a_double_release_harms_nobody() {
         .await
         .unwrap();
     let mut stub = node.stub();
+    let token = client
+        .grant(&old.handle, ("r", "receiver", 0), None)
+        .await
+        .unwrap();
     let held = v1::PullRequest {
-        handle: Some(old.handle.clone()),
+        handle: Some(v1::PrefixHandle {
+            pull_token: token,
+            ..old.handle.clone()
+        }),
         request_id: "r".into(),
         receiver: "receiver".into(),
         ttl_ms: 60_000,

@@ -17,15 +17,26 @@ const SHAPE: kv::KvGeometry = kv::KvGeometry {
 };
 const TOKENS: usize = 48;
 
-fn victim(node: &Node, transport: Transport, command: &str, phase: &str) -> Process {
-    Process::probe(&[
+/// A process that has reached a phase, and the producer's lease.
+fn victim(
+    node: &Node,
+    transport: Transport,
+    (command, lease): (&str, u64),
+    phase: &str,
+) -> (Process, u64) {
+    let victim = Process::probe(&[
         command.to_owned(),
+        format!("--lease={lease}"),
         format!("--transport={transport}"),
         format!("--endpoint={}", node.endpoint),
         format!("--tokens={TOKENS}"),
         format!("--phase={phase}"),
         "--ttl-ms=1000".to_owned(),
-    ])
+    ]);
+    let (reached, lease) = victim.line.split_once(' ').unwrap();
+    assert_eq!(reached, phase);
+    let lease = lease.parse().unwrap();
+    (victim, lease)
 }
 
 async fn works(node: &Node, transport: Transport) {
@@ -43,7 +54,7 @@ async fn works(node: &Node, transport: Transport) {
 }
 
 /// The one slot of the pool as consumers name it.
-async fn handle(node: &Node) -> PrefixHandle {
+async fn handle(node: &Node, lease: u64) -> PrefixHandle {
     let slot = node.list().await.slots.remove(0);
     PrefixHandle {
         identity: vec![1; 32],
@@ -52,7 +63,8 @@ async fn handle(node: &Node) -> PrefixHandle {
         slot: slot.slot,
         tokens: TOKENS as u32,
         bytes: slot.bytes,
-        lease: 0,
+        lease,
+        pull_token: vec![],
     }
 }
 
@@ -61,9 +73,8 @@ async fn a_producer_killed_in_any_phase_leaves_nothing_that_could_be_used_wrongl
     for transport in TRANSPORTS {
         let node = Node::start(transport, 16 * MIB);
         for phase in ["reserved", "written", "part-sealed", "sealed"] {
-            let mut producer = victim(&node, transport, "produce", phase);
-            assert_eq!(producer.line, phase);
-            let handle = handle(&node).await;
+            let (mut producer, lease) = victim(&node, transport, ("produce", 0), phase);
+            let handle = handle(&node, lease).await;
             let consumer = client(transport);
             let follows = {
                 let (consumer, handle) = (consumer.clone(), handle.clone());
@@ -95,11 +106,10 @@ async fn a_producer_killed_in_any_phase_leaves_nothing_that_could_be_used_wrongl
 async fn a_consumer_killed_in_any_phase_holds_nothing_beyond_its_time_to_live() {
     for transport in TRANSPORTS {
         let node = Node::start(transport, 16 * MIB);
-        let producer = victim(&node, transport, "produce", "sealed");
+        let (producer, lease) = victim(&node, transport, ("produce", 0), "sealed");
         let checker = client(transport);
         for phase in ["pulled", "copied", "acknowledged"] {
-            let mut consumer = victim(&node, transport, "consume", phase);
-            assert_eq!(consumer.line, phase);
+            let (mut consumer, _) = victim(&node, transport, ("consume", lease), phase);
             consumer.kill();
             let ends = async {
                 while node.list().await.slots[0].leases > 1 {
@@ -109,7 +119,9 @@ async fn a_consumer_killed_in_any_phase_holds_nothing_beyond_its_time_to_live() 
             tokio::time::timeout(Duration::from_secs(20), ends)
                 .await
                 .unwrap();
-            let got = fetch(&checker, &handle(&node).await, &SHAPE).await.unwrap();
+            let got = fetch(&checker, &handle(&node, lease).await, &SHAPE)
+                .await
+                .unwrap();
             assert!(got.payload.iter().all(|&byte| byte == 0x5a));
             checker.release(got.fetched.lease).await.unwrap();
         }
@@ -123,8 +135,8 @@ async fn a_service_killed_in_any_phase_is_a_typed_error_and_its_successor_works(
     for transport in TRANSPORTS {
         for phase in ["reserved", "part-sealed", "sealed"] {
             let mut node = Node::start(transport, 16 * MIB);
-            let producer = victim(&node, transport, "produce", phase);
-            let handle = handle(&node).await;
+            let (producer, lease) = victim(&node, transport, ("produce", 0), phase);
+            let handle = handle(&node, lease).await;
             let consumer = client(transport);
             let follows = {
                 let (consumer, handle) = (consumer.clone(), handle.clone());

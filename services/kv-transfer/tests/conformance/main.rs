@@ -8,3 +8,4 @@ mod killed;
 mod parts;
 mod pool;
 mod support;
+mod tokens;

@@ -61,11 +61,9 @@ async fn part(
 ) -> Result<Fetched, TransferError> {
     client
         .fetch_part(FetchRequest {
-            handle,
             expected: Some(&SHAPE),
             part: Some(shard),
-            request_id: "parts",
-            receiver: "receiver",
+            ..FetchRequest::new(handle, "parts", "receiver")
         })
         .await
 }

@@ -17,8 +17,11 @@ use proto::v1::{
 use registry::Role;
 use tonic::Status;
 
+use super::recovery::{Missing, Prefixes};
 use super::{Lost, Prefix, Tries, Walk, protocol, stage_error};
-use crate::{RouterError, jobs::JobHandle, members::Assignment, placement::role_name};
+use crate::{
+    RouterError, jobs::JobHandle, members::Assignment, placement::role_name, validate::policy_name,
+};
 
 /// Steps between two checkpoints: what a worker that dies costs at most.
 const CHECKPOINT_EVERY: u32 = 4;
@@ -43,6 +46,8 @@ struct Progress {
     image: bool,
     /// When the worker said that it had its prefixes.
     started_at: Option<Instant>,
+    /// The worker could not get its prefixes.
+    missing: Option<Missing>,
 }
 
 /// How far an image has come, over all workers that were at it.
@@ -54,6 +59,8 @@ struct Way {
     told: u32,
     /// Previews that the client has, one bit each.
     previews: u32,
+    /// The pull tokens of the last worker, and the slots that they are for.
+    tokens: (Vec<u64>, Vec<Vec<u8>>),
 }
 
 impl Way {
@@ -76,18 +83,13 @@ impl Walk {
     /// Makes every image; adds what that took to `timings`.
     pub(super) async fn denoise(
         &self,
-        prefix: &Prefix,
+        prefixes: &Prefixes,
         job: &JobHandle,
         timings: &mut Timings,
     ) -> Result<(), RouterError> {
         let steps: Vec<_> = (0..self.request.n).map(|_| AtomicU32::new(0)).collect();
-        let canvas = |index| Canvas {
-            index,
-            prefix,
-            steps: &steps,
-            job,
-        };
-        let images = (0..self.request.n).map(|index| self.denoise_image(canvas(index)));
+        let image = |index| self.denoise_image(index, prefixes, (&steps, job));
+        let images = (0..self.request.n).map(image);
         for Ended { started, done, .. } in try_join_all(images).await? {
             timings.transfer_ms = timings.transfer_ms.max(started.transfer_ms);
             timings.transfer_bytes += started.transfer_bytes;
@@ -109,12 +111,24 @@ impl Walk {
         Ok(())
     }
 
-    async fn denoise_image(&self, canvas: Canvas<'_>) -> Result<Ended, RouterError> {
-        let mut tries = Tries::new(Role::DitWorker, canvas.index);
+    async fn denoise_image(
+        &self,
+        index: u32,
+        prefixes: &Prefixes,
+        (steps, job): (&[AtomicU32], &JobHandle),
+    ) -> Result<Ended, RouterError> {
+        let mut tries = Tries::new(Role::DitWorker, index);
         let alone = self.context.members.seconds_alone(&self.request);
-        tries.need = canvas.prefix.need(alone);
         let mut way = Way::default();
         loop {
+            let prefix = prefixes.current().await;
+            let canvas = Canvas {
+                index,
+                prefix: &prefix,
+                steps,
+                job,
+            };
+            tries.need = prefix.need(alone);
             let assignment = self.assign(&mut tries).await?;
             let (told, from) = (way.told, clock::now());
             match self.denoise_once(&assignment, &canvas, &mut way).await {
@@ -130,6 +144,13 @@ impl Walk {
                         moved: way.told > told,
                         ..lost
                     };
+                    if let Some(missing) = lost.missing
+                        && self
+                            .recover(prefixes, &prefix, (&lost.error, missing))
+                            .await?
+                    {
+                        continue;
+                    }
                     tries.again(lost, &assignment)?;
                     tries.from_step = way.kept();
                     tracing::info!(
@@ -153,7 +174,8 @@ impl Walk {
         };
         let mut client = DitWorkerServiceClient::new(assignment.channel.clone())
             .max_decoding_message_size(MAX_RESPONSE_BYTES);
-        let request = self.denoise_request(assignment.epoch, canvas, way);
+        let rows = self.granted(assignment, canvas.prefix, way).await?;
+        let request = self.denoise_request(assignment.epoch, (canvas, rows), way);
         let ended = async {
             let away = |status: Status| stage_error(Role::DitWorker, assignment, &status);
             let call = client.denoise(self.timed(request));
@@ -163,7 +185,10 @@ impl Walk {
                 let message = tokio::select! {
                     message = self.word(assignment, stream.message()) => message.map_err(away)?,
                     // Once fetched, the worker needs the pool no more.
-                    error = canvas.prefix.held.lost(), if !progress.fetched => return Err(error),
+                    error = canvas.prefix.held.lost(), if !progress.fetched => {
+                        progress.missing = Some(Missing::Gone);
+                        return Err(error);
+                    }
                 };
                 let Some(message) = message else {
                     return Err(protocol(Role::DitWorker, "ended without a result"));
@@ -183,12 +208,59 @@ impl Walk {
                 done,
             }),
             Err(error) => Err(Lost {
-                error,
+                error: self.explained(error, progress.missing),
                 // Steps that are done again are the same; an image that was told is not told twice.
                 begun: progress.image,
                 moved: false,
+                missing: progress.missing,
             }),
         }
+    }
+
+    /// A worker's own words about a transfer, with the policy beside them.
+    fn explained(&self, error: RouterError, missing: Option<Missing>) -> RouterError {
+        match (missing, error) {
+            (Some(_), RouterError::Stage(failure)) => RouterError::NotTransferred {
+                failure,
+                policy: policy_name(self.request.loss.policy),
+            },
+            (_, error) => error,
+        }
+    }
+
+    /// The rows with a token each, with which this worker may pull them once.
+    async fn granted(
+        &self,
+        assignment: &Assignment,
+        prefix: &Prefix,
+        way: &mut Way,
+    ) -> Result<Vec<PrefixRow>, Lost> {
+        let mut rows = prefix.done.rows.clone();
+        let handles = rows.iter().filter_map(|row| row.prefix.as_ref());
+        let slots: Vec<u64> = handles.map(|handle| handle.slot).collect();
+        if way.tokens.0 != slots {
+            way.tokens = (slots, Vec::new());
+        }
+        let receiver = (assignment.member_id.as_str(), assignment.epoch);
+        let made = prefix.held.grant(receiver, &way.tokens.1).await;
+        let tokens = made.map_err(|failure| {
+            let missing = Missing::of(&failure);
+            Lost {
+                error: self.explained(RouterError::Stage(failure), missing),
+                begun: false,
+                moved: false,
+                missing,
+            }
+        })?;
+        way.tokens.1.clone_from(&tokens);
+        for (handle, token) in rows
+            .iter_mut()
+            .filter_map(|row| row.prefix.as_mut())
+            .zip(tokens)
+        {
+            handle.pull_token = token;
+        }
+        Ok(rows)
     }
 
     /// One event of the denoiser. `Some`: it was the last.
@@ -212,6 +284,10 @@ impl Walk {
                 progress.started = started;
                 progress.fetched = true;
                 progress.started_at = Some(clock::now());
+            }
+            Denoised::NoPrefix(told) => {
+                let gone = told.gone;
+                progress.missing = Some(if gone { Missing::Gone } else { Missing::Away });
             }
             Denoised::Step(step) => self.stepped(step, (progress, way), canvas).await?,
             Denoised::Preview(preview) if !progress.image => {
@@ -301,14 +377,18 @@ impl Walk {
         .await
     }
 
-    fn denoise_request(&self, epoch: u64, canvas: &Canvas<'_>, way: &Way) -> DenoiseRequest {
+    fn denoise_request(
+        &self,
+        epoch: u64,
+        (canvas, rows): (&Canvas<'_>, Vec<PrefixRow>),
+        way: &Way,
+    ) -> DenoiseRequest {
         let request = &self.request;
-        let rows: &[PrefixRow] = &canvas.prefix.done.rows;
         DenoiseRequest {
             request_id: request.request_id.to_string(),
             epoch,
             weights_id: request.weights_id.clone(),
-            rows: rows.to_vec(),
+            rows,
             height: canvas.prefix.size.height,
             width: canvas.prefix.size.width,
             steps: request.steps,
@@ -322,6 +402,7 @@ impl Walk {
             output_height: canvas.prefix.done.output_height,
             output_width: canvas.prefix.done.output_width,
             age_ms: self.age_ms(),
+            transfer_timeout_ms: request.loss.transfer_timeout_ms,
         }
     }
 

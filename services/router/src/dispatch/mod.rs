@@ -1,6 +1,7 @@
 //! The walk of one request: wait for its turn, prefill, denoise, answer. Every wait is under the
 //! request's deadline, and dropping the walk drops the stages' streams, which cancels their work.
 mod denoise;
+mod recovery;
 
 use std::{collections::HashSet, sync::Arc, time::Instant};
 
@@ -9,7 +10,7 @@ use proto::{
     size::Size,
     v1::{
         Done, GenerateResponse, Mode, PrefillDone, PrefillRequest, PrefillSampling, PrefillSize,
-        PrefillTask, PrefixRow, Queued, TextDelta, Timings, Written,
+        PrefillTask, PrefixReport, PrefixRow, Queued, TextDelta, Timings, Written,
         ar_stage_service_client::ArStageServiceClient, generate_response::Event,
         get_response::State, prefill_response::Event as Prefilled, prefix_row::Kind,
     },
@@ -18,6 +19,7 @@ use registry::Role;
 use telemetry::names;
 use tonic::{Request, Status};
 
+use self::recovery::{Missing, Prefixes};
 use crate::{
     RouterError,
     audience::Audience,
@@ -61,9 +63,12 @@ struct Lost {
     begun: bool,
     /// It had come further than those before it.
     moved: bool,
+    /// It failed for want of its prefixes.
+    missing: Option<Missing>,
 }
 
 /// What the AR stage has published for a request: one prefix for all of its images.
+#[derive(Debug)]
 struct Prefix {
     done: PrefillDone,
     held: Held,
@@ -115,7 +120,7 @@ impl Tries {
             self.attempts += 1;
         }
         let code = lost.error.code();
-        let pointless = matches!(lost.error, RouterError::PrefixLost(_));
+        let pointless = matches!(lost.error, RouterError::PrefixLost { .. });
         let enough = self.attempts >= MAX_ATTEMPTS || self.resumes > MAX_RESUMES;
         if lost.begun || pointless || enough || !code.is_retryable() {
             return Err(lost.error);
@@ -154,7 +159,7 @@ impl Walk {
         self.notes.queued(timings.queue_ms);
         job.set_state(State::Prefill);
         // From here to the end of the walk, however it ends, the prefixes are kept.
-        let prefix = self.prefill().await?;
+        let prefix = self.prefill(true).await?;
         timings.prefill_ms = prefix.done.prefill_ms;
         let request = &self.request;
         let found = request.open_size.is_some() || request.align_image_size;
@@ -164,21 +169,30 @@ impl Walk {
         let mut image_tokens = 0;
         if self.request.mode != Mode::Text {
             image_tokens = self.request.tokens_of(prefix.size);
-            job.set_state(State::Denoise);
-            self.denoise(&prefix, job, &mut timings).await?;
         }
+        let prefixes = Prefixes::new(prefix);
+        if self.request.mode != Mode::Text {
+            job.set_state(State::Denoise);
+            self.denoise(&prefixes, job, &mut timings).await?;
+        }
+        let prefix = prefixes.current().await;
         timings.transfer_ms += prefix.done.publish_ms;
         timings.total_ms = clock::millis_since(self.accepted_at);
         self.notes.done(&timings, (prefix.tokens, image_tokens));
         Ok(response(Event::Done(Done {
             timings: Some(timings),
-            ar_stage: prefix.stage,
+            ar_stage: prefix.stage.clone(),
             prefix_tokens: prefix.tokens,
             image_tokens,
+            prefix: Some(PrefixReport {
+                cached_rows: prefix.done.cached_rows,
+                ..prefixes.report(request.loss.policy)
+            }),
         })))
     }
 
-    async fn prefill(&self) -> Result<Prefix, RouterError> {
+    /// Computes the prefixes; `told`: the client hears what is written.
+    async fn prefill(&self, told: bool) -> Result<Prefix, RouterError> {
         let images = self
             .notes
             .fetching(self.context.fetcher.files(&self.request.images));
@@ -187,7 +201,7 @@ impl Walk {
         loop {
             let assignment = self.assign(&mut tries).await?;
             let from = clock::now();
-            match self.prefill_once(&assignment, &images).await {
+            match self.prefill_once(&assignment, &images, told).await {
                 Ok((done, held)) => {
                     self.notes.prefilled(from, &assignment.member_id, &done);
                     let cond = done.rows.first().and_then(|row| row.prefix.as_ref());
@@ -240,12 +254,14 @@ impl Walk {
         &self,
         assignment: &Assignment,
         images: &[Vec<u8>],
+        told: bool,
     ) -> Result<(PrefillDone, Held), Lost> {
         let mut begun = false;
         let lost = |status: &Status, begun| Lost {
             error: stage_error(Role::ArStage, assignment, status),
             begun,
             moved: false,
+            missing: None,
         };
         let mut client = ArStageServiceClient::new(assignment.channel.clone());
         let call = client.prefill(self.timed(self.prefill_request(assignment.epoch, images)));
@@ -260,6 +276,7 @@ impl Walk {
             .map_err(|status| lost(&status, begun))?
         {
             match message.event {
+                Some(Prefilled::Text(_)) if !told => {}
                 Some(Prefilled::Text(text)) => {
                     begun = true;
                     let delta = Event::Text(TextDelta { text: text.text });
@@ -405,6 +422,7 @@ impl Walk {
             drop_think: request.drop_think,
             system_prompt_name: request.system_prompt_name.clone(),
             align_image_size: request.align_image_size,
+            transfer_timeout_ms: request.loss.transfer_timeout_ms,
         }
     }
 
@@ -412,7 +430,9 @@ impl Walk {
     fn take_rows(&self, rows: &mut [PrefixRow]) -> Result<Held, RouterError> {
         let context = &self.context;
         let id = &self.request.request_id.to_string();
-        let held = context.prefixes.hold(id, rows, &context.members);
+        let held = context
+            .prefixes
+            .hold(id, rows, (&context.members, self.request.loss.policy));
         let held = held.map_err(|reason| protocol(Role::ArStage, reason))?;
         self.check_rows(rows)?;
         Ok(held)
@@ -489,6 +509,7 @@ fn lost_here(error: RouterError, begun: bool) -> Lost {
         error,
         begun,
         moved: false,
+        missing: None,
     }
 }
 

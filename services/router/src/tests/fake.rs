@@ -10,9 +10,9 @@ use base::{Code, Failure, task::Tracker};
 use proto::{
     names,
     v1::{
-        Bucket, DenoiseCheckpoint, DenoiseDone, DenoiseImage, DenoisePreview, DenoiseQueued,
-        DenoiseRequest, DenoiseResponse, DenoiseStarted, DenoiseStep, ModelInfo, PrefillDone,
-        PrefillRequest, PrefillResponse, PrefillText, PrefixHandle, PrefixRow,
+        Bucket, DenoiseCheckpoint, DenoiseDone, DenoiseImage, DenoiseNoPrefix, DenoisePreview,
+        DenoiseQueued, DenoiseRequest, DenoiseResponse, DenoiseStarted, DenoiseStep, ModelInfo,
+        PrefillDone, PrefillRequest, PrefillResponse, PrefillText, PrefixHandle, PrefixRow,
         ar_stage_service_server::{ArStageService, ArStageServiceServer},
         denoise_response::Event as Denoised,
         dit_worker_service_server::{DitWorkerService, DitWorkerServiceServer},
@@ -44,6 +44,8 @@ pub(crate) enum Act {
     Silence,
     /// Builds the other row as well, asked or not.
     Twice,
+    /// Cannot get its prefixes, which are gone for ever or not.
+    NoPrefix(bool),
 }
 
 /// What the test holds of a stage.
@@ -285,7 +287,7 @@ impl ArStageService for Script {
                 });
                 return Ok(answer(rx));
             }
-            Act::Work | Act::Twice => {}
+            Act::Work | Act::Twice | Act::NoPrefix(_) => {}
         }
         let pool = self.pool.as_ref().unwrap();
         let row = |kind: Kind| PrefixRow {
@@ -339,6 +341,20 @@ impl DitWorkerService for Script {
         match act {
             Act::Refuse(failure) => return Err(proto::status::status(&failure)),
             Act::Silence => return Ok(answer(rx)),
+            Act::NoPrefix(gone) => {
+                let event = Some(Denoised::NoPrefix(DenoiseNoPrefix { gone }));
+                tx.send(Ok(DenoiseResponse { event })).await.unwrap();
+                let code = if gone {
+                    Code::DataLoss
+                } else {
+                    Code::Unavailable
+                };
+                let failure = Failure::new(code, "chunks did not come");
+                Tracker::new().spawn(async move {
+                    let _ = tx.send(Err(proto::status::status(&failure))).await;
+                });
+                return Ok(answer(rx));
+            }
             Act::Hang | Act::Work | Act::Twice => {}
         }
         let script = self.clone();

@@ -4,6 +4,7 @@ mod fake;
 mod http;
 mod joined;
 mod leases;
+mod loss;
 mod operate;
 mod pool;
 mod refusals;

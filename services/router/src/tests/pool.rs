@@ -9,11 +9,11 @@ use base::{Code, Failure, clock, task};
 use proto::{
     names,
     v1::{
-        EvictRequest, EvictResponse, FollowRequest, FollowResponse, ListSlotsRequest,
-        ListSlotsResponse, LookupRequest, LookupResponse, PinRequest, PinResponse, PrefixHandle,
-        PullRequest, PullResponse, ReleaseRequest, ReleaseResponse, RenewRequest, RenewResponse,
-        ReserveRequest, ReserveResponse, SealPartRequest, SealPartResponse, SealRequest,
-        SealResponse,
+        EvictRequest, EvictResponse, FollowRequest, FollowResponse, GrantRequest, GrantResponse,
+        ListSlotsRequest, ListSlotsResponse, LookupRequest, LookupResponse, PinRequest,
+        PinResponse, PrefixHandle, PullRequest, PullResponse, RedeemRequest, RedeemResponse,
+        ReleaseRequest, ReleaseResponse, RenewRequest, RenewResponse, ReserveRequest,
+        ReserveResponse, SealPartRequest, SealPartResponse, SealRequest, SealResponse,
         kv_transfer_service_server::{KvTransferService, KvTransferServiceServer},
     },
 };
@@ -32,6 +32,8 @@ const FIRST_TTL: Duration = Duration::from_secs(20);
 pub(crate) struct Book {
     pub(crate) renewals: usize,
     pub(crate) releases: usize,
+    /// Receivers that tokens were made for, and what these replaced.
+    pub(crate) granted: Vec<(String, Vec<u8>)>,
     expiry: Instant,
 }
 
@@ -40,6 +42,8 @@ struct Books {
     leases: BTreeMap<u64, Book>,
     /// Answer of every renewal from now on.
     refuse: Option<Failure>,
+    /// Of what is published from now on.
+    identity: Vec<u8>,
 }
 
 /// The service and its books. Clones share them.
@@ -70,17 +74,20 @@ impl Pool {
 
     /// What a stage has after it published.
     pub(crate) fn publish(&self) -> PrefixHandle {
-        let mut lease = 0;
+        let (mut lease, mut identity) = (0, vec![]);
         self.books.send_modify(|books| {
+            identity.clone_from(&books.identity);
             lease = books.leases.len() as u64 + 1;
             let book = Book {
                 renewals: 0,
                 releases: 0,
+                granted: Vec::new(),
                 expiry: clock::now() + FIRST_TTL,
             };
             books.leases.insert(lease, book);
         });
         PrefixHandle {
+            identity,
             endpoint: self.endpoint.clone(),
             slot: lease * 10,
             generation: GENERATION,
@@ -95,6 +102,17 @@ impl Pool {
         let failure = Failure::new(code, message);
         self.books
             .send_modify(|books| books.refuse = Some(failure.clone()));
+    }
+
+    /// Answers again.
+    pub(crate) fn heal(&self) {
+        self.books.send_modify(|books| books.refuse = None);
+    }
+
+    /// Names what is published from here on.
+    pub(crate) fn rename(&self, identity: u8) {
+        self.books
+            .send_modify(|books| books.identity = vec![identity; 32]);
     }
 
     pub(crate) fn books(&self) -> Vec<Book> {
@@ -139,7 +157,14 @@ impl KvTransferService for Service {
             let book = find(books, (renew.slot, renew.generation, renew.lease));
             let gone = Failure::new(Code::NotFound, "no such lease");
             match (refusal, book) {
-                (Some(refusal), _) => answer = Err(proto::status::status(&refusal)),
+                (Some(refusal), book) => {
+                    // An answer that is lost on its way: the lease was prolonged.
+                    if let Some(book) = book {
+                        book.renewals += 1;
+                        book.expiry = clock::now() + Duration::from_millis(renew.ttl_ms.into());
+                    }
+                    answer = Err(proto::status::status(&refusal));
+                }
                 (None, Some(book)) if book.releases == 0 => {
                     book.renewals += 1;
                     // Only the latest renewal counts here, so that a late one is noticed.
@@ -162,6 +187,33 @@ impl KvTransferService for Service {
             }
         });
         Ok(Response::new(ReleaseResponse {}))
+    }
+
+    async fn grant(
+        &self,
+        request: Request<GrantRequest>,
+    ) -> Result<Response<GrantResponse>, Status> {
+        let asked = request.into_inner();
+        let mut answer = Err(Status::not_found("no such lease"));
+        self.0.send_modify(|books| {
+            let refusal = books.refuse.clone();
+            let book = find(books, (asked.slot, asked.generation, asked.lease));
+            match (refusal, book) {
+                (Some(refusal), _) => answer = Err(proto::status::status(&refusal)),
+                (None, Some(book)) => {
+                    book.granted
+                        .push((asked.receiver.clone(), asked.replaces.clone()));
+                    let token = vec![book.granted.len() as u8; 16];
+                    answer = Ok(Response::new(GrantResponse { token }));
+                }
+                (None, None) => {}
+            }
+        });
+        answer
+    }
+
+    async fn redeem(&self, _: Request<RedeemRequest>) -> Result<Response<RedeemResponse>, Status> {
+        Err(Status::unimplemented("redeem"))
     }
 
     async fn reserve(

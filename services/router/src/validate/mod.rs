@@ -2,14 +2,17 @@
 //! request is told apart from an empty cluster; [`Checked::resolve`] fills in the model's defaults.
 use base::{
     RequestId,
-    limits::{MAX_GUIDANCE, MAX_IMAGES, MAX_PREVIEWS, MAX_PROMPT_CHARS, MAX_SEED, MAX_STEPS},
+    limits::{
+        MAX_GUIDANCE, MAX_IMAGES, MAX_PREVIEWS, MAX_PROMPT_CHARS, MAX_SEED, MAX_STEPS,
+        MAX_TRANSFER_TIMEOUT,
+    },
     rng::Source,
 };
 use proto::{
     size::Size,
     v1::{
-        Accepted, GenerateRequest, Mode, ModelInfo, PreviewKind, Priority, Quality, Sampling,
-        SizePolicy, input_image::Source as Shown,
+        Accepted, GenerateRequest, LossPolicy, Mode, ModelInfo, PreviewKind, Priority, Quality,
+        Sampling, SizePolicy, input_image::Source as Shown,
     },
 };
 
@@ -44,6 +47,7 @@ pub struct Checked {
     previews: u32,
     preview_kind: PreviewKind,
     priority: Priority,
+    loss: Loss,
     mode: Mode,
     /// Pictures to show.
     pub images: Vec<Shown>,
@@ -115,6 +119,26 @@ pub struct ValidRequest {
     pub preview_kind: PreviewKind,
     /// Who goes first.
     pub priority: Priority,
+    /// What is done when a prefix is lost.
+    pub loss: Loss,
+}
+
+/// What is done when a prefix does not come to its worker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Loss {
+    /// Never unspecified.
+    pub policy: LossPolicy,
+    /// Bound of one transfer; 0: the stages' own.
+    pub transfer_timeout_ms: u32,
+}
+
+/// As requests spell it.
+pub fn policy_name(policy: LossPolicy) -> &'static str {
+    match policy {
+        LossPolicy::Unspecified | LossPolicy::Fail => "fail",
+        LossPolicy::Recompute => "recompute",
+        LossPolicy::Wait => "wait",
+    }
 }
 
 /// Checks every field that can be checked without a model.
@@ -153,6 +177,7 @@ pub fn check(request: GenerateRequest) -> Result<Checked, RouterError> {
         previews: previews(request.previews)?,
         preview_kind: preview_kind(request.preview_kind)?,
         priority: priority(request.priority)?,
+        loss: loss(request.on_prefix_loss, request.transfer_timeout_ms)?,
     })
 }
 
@@ -218,6 +243,7 @@ impl Checked {
             previews: self.previews,
             preview_kind: self.preview_kind,
             priority: self.priority,
+            loss: self.loss,
         })
     }
 
@@ -301,6 +327,7 @@ impl ValidRequest {
             cost: self.cost,
             n: self.n,
             template: self.template.clone(),
+            on_prefix_loss: self.loss.policy.into(),
         }
     }
 }
@@ -413,6 +440,26 @@ fn priority(number: i32) -> Result<Priority, RouterError> {
     Priority::try_from(number).map_err(|_| {
         let reason = format!("must be INTERACTIVE, STANDARD or BACKGROUND, got number {number}");
         RouterError::invalid("priority", reason)
+    })
+}
+
+fn loss(policy: i32, transfer_timeout_ms: u32) -> Result<Loss, RouterError> {
+    let policy = match LossPolicy::try_from(policy) {
+        Ok(LossPolicy::Unspecified) => LossPolicy::Fail,
+        Ok(policy) => policy,
+        Err(_) => {
+            let reason = format!("must be FAIL, RECOMPUTE or WAIT, got number {policy}");
+            return Err(RouterError::invalid("on_prefix_loss", reason));
+        }
+    };
+    let most = MAX_TRANSFER_TIMEOUT.as_millis();
+    if u128::from(transfer_timeout_ms) > most {
+        let reason = format!("must be 0 to {most}, got {transfer_timeout_ms}");
+        return Err(RouterError::invalid("transfer_timeout_ms", reason));
+    }
+    Ok(Loss {
+        policy,
+        transfer_timeout_ms,
     })
 }
 

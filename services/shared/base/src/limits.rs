@@ -64,6 +64,8 @@ pub const CONTROL_DEADLINE: Duration = Duration::from_secs(5);
 pub const DEFAULT_REQUEST_DEADLINE: Duration = Duration::from_secs(600);
 /// Longest deadline a request may ask for.
 pub const MAX_REQUEST_DEADLINE: Duration = Duration::from_secs(3_600);
+/// Longest bound of one transfer of a prefix that a request may name.
+pub const MAX_TRANSFER_TIMEOUT: Duration = Duration::from_secs(600);
 /// Default lease of a member.
 pub const LEASE_TTL: Duration = Duration::from_secs(5);
 /// Shortest lease a registry grants.

@@ -3,6 +3,8 @@ use std::time::{Duration, Instant};
 
 use kv::Manifest;
 
+use super::tickets::Tickets;
+
 use crate::service::pool::Extent;
 
 /// What names a lease on a slot.
@@ -94,6 +96,8 @@ pub(super) struct Slot {
     pub(super) kept: Option<Kept>,
     /// Leases that receivers have had.
     pub(super) pulls: u64,
+    /// Pulls that are allowed.
+    pub(super) tickets: Tickets,
     /// When a lease has run out: until then its holder may still be at work.
     pub(super) haunted: Option<Instant>,
 }

@@ -6,6 +6,7 @@
 //! done; otherwise it rests for the quarantine first, because a late one-sided operation may still land in it.
 mod cache;
 mod entry;
+mod tickets;
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -13,12 +14,14 @@ use std::time::{Duration, Instant};
 use kv::{Manifest, PrefixIdentity};
 
 pub(super) use entry::{CacheTerms, Grant, LeaseKey, Reservation, SlotView};
+pub(super) use tickets::{Bearer, Token};
 
 use super::pool::{Extent, FreeList};
 use crate::TransferError;
 use crate::limits::{self, SLOT_ALIGN};
 use cache::Cache;
 use entry::{Content, Holder, Lease, Slot};
+use tickets::Tickets;
 
 /// Memory of a freed slot that is not given out yet.
 #[derive(Debug)]
@@ -98,6 +101,7 @@ impl SlotTable {
             leases: BTreeMap::new(),
             kept: self.cache.admit(asked.cache, bytes),
             pulls: 0,
+            tickets: Tickets::default(),
             haunted: None,
         };
         self.slots.insert(slot, entry);

@@ -17,11 +17,9 @@ async fn take(
 ) -> Result<u64, TransferError> {
     let fetched = client
         .fetch_part(FetchRequest {
-            handle: &handle,
             expected: Some(&SHAPE),
             part: part.as_ref(),
-            request_id: "bench",
-            receiver: "bench",
+            ..FetchRequest::new(&handle, "bench", "bench")
         })
         .await?;
     let read = fetched.read_bytes;

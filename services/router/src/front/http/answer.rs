@@ -5,6 +5,7 @@ use proto::v1::{Accepted, Done, Image, Mode, Timings, Written};
 use serde_json::{Map, Value, json};
 
 use super::encode::Output;
+use crate::validate::policy_name;
 
 /// An image in the format that was asked for.
 #[derive(Debug)]
@@ -114,6 +115,7 @@ impl Run {
             "guidance": accepted.guidance,
             "template": accepted.template,
             "mode": mode_name(accepted.mode()),
+            "on_prefix_loss": policy_name(accepted.on_prefix_loss()),
         });
         let mut map = match object {
             Value::Object(map) => map,
@@ -151,6 +153,7 @@ impl Run {
             ("ar_stage".to_owned(), done.ar_stage.clone().into()),
             ("transport".to_owned(), transport.into()),
             ("transfer_bytes".to_owned(), transfer_bytes.into()),
+            ("prefix".to_owned(), prefix_report(done)),
             (
                 "timings".to_owned(),
                 json!({
@@ -229,6 +232,15 @@ impl Run {
             "omni": self.omni(&pictures.iter().collect::<Vec<_>>(), done),
         })
     }
+}
+
+/// What became of the prefixes on their way.
+fn prefix_report(done: &Done) -> Value {
+    let report = done.prefix.clone().unwrap_or_default();
+    json!({
+        "recomputed": report.recomputed, "waits": report.waits, "reason": report.reason,
+        "cached_rows": report.cached_rows,
+    })
 }
 
 /// As requests spell it.

@@ -3,7 +3,7 @@
 //! checks once more for every door.
 use base::limits::{
     MAX_GUIDANCE, MAX_IMAGES, MAX_NEW_TOKENS, MAX_PICTURES, MAX_PREVIEWS, MAX_PROMPT_CHARS,
-    MAX_REQUEST_DEADLINE, MAX_SEED, MAX_STEPS,
+    MAX_REQUEST_DEADLINE, MAX_SEED, MAX_STEPS, MAX_TRANSFER_TIMEOUT,
 };
 
 use crate::validate::writing::{
@@ -242,6 +242,19 @@ pub(super) const FIELDS: &[Field] = &[
         Kind::Word(&["interactive", "standard", "background"]),
         ALL,
         "Who goes first; a lower class goes on later from where it stood. Default standard.",
+    ),
+    extension(
+        "on_prefix_loss",
+        Kind::Word(&["fail", "recompute", "wait"]),
+        ALL,
+        "When the prompt's prefix is lost before a worker has it: end the request (default), compute the very \
+         same one again, or wait for what may come back until the deadline.",
+    ),
+    extension(
+        "transfer_timeout_ms",
+        Kind::Whole(0, MAX_TRANSFER_TIMEOUT.as_millis() as u64),
+        ALL,
+        "Bound of one transfer of a prefix in milliseconds; 0: the stages' own.",
     ),
     extension(
         "mode",

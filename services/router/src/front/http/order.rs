@@ -3,8 +3,8 @@ use std::time::Duration;
 
 use base::{Failure, RequestId, limits::MAX_SEED};
 use proto::v1::{
-    GenerateRequest, InputImage, Mode, PreviewKind, Priority, Quality, Sampling, SizePolicy,
-    input_image::Source,
+    GenerateRequest, InputImage, LossPolicy, Mode, PreviewKind, Priority, Quality, Sampling,
+    SizePolicy, input_image::Source,
 };
 
 use super::{
@@ -90,6 +90,12 @@ impl Order {
                 Some("background") => Priority::Background.into(),
                 _ => Priority::Standard.into(),
             },
+            on_prefix_loss: match fields.word("on_prefix_loss") {
+                Some("recompute") => LossPolicy::Recompute.into(),
+                Some("wait") => LossPolicy::Wait.into(),
+                _ => LossPolicy::Fail.into(),
+            },
+            transfer_timeout_ms: narrow(fields.whole("transfer_timeout_ms")).unwrap_or(0),
         };
         Ok(Self {
             request,
