@@ -86,6 +86,7 @@ pub(crate) async fn publish(
         reused_tokens: narrow(written.reused),
         system_prompt: written.fingerprint,
         prompt_tokens: narrow(written.prompt_tokens),
+        cached_rows: 0,
     };
     let response = PrefillResponse {
         event: Some(Event::Done(done)),
