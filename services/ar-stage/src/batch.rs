@@ -11,7 +11,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use crate::{
     row::{Row, is_ring},
-    run::{Outcome, Run},
+    run::{Begun, Outcome, Run},
 };
 
 /// Most requests under way at once; more wait in the queue.
@@ -31,6 +31,8 @@ pub(crate) struct Job {
     deltas: mpsc::Sender<String>,
     /// What found no place there yet.
     untold: String,
+    /// Where its rows go once they are begun.
+    begun: Option<oneshot::Sender<Begun>>,
     answer: oneshot::Sender<Result<Ended, StageError>>,
 }
 
@@ -46,6 +48,8 @@ pub(crate) struct Ended {
 #[derive(Debug)]
 pub(crate) struct Ticket {
     pub(crate) deltas: mpsc::Receiver<String>,
+    /// Comes before the answer, if there is a picture.
+    pub(crate) begun: oneshot::Receiver<Begun>,
     pub(crate) answer: oneshot::Receiver<Result<Ended, StageError>>,
 }
 
@@ -53,10 +57,16 @@ pub(crate) struct Ticket {
 pub(crate) fn ticket() -> (Ticket, Desk) {
     let (tell, deltas) = mpsc::channel(MAX_DELTAS);
     let (reply, answer) = oneshot::channel();
+    let (begin, begun) = oneshot::channel();
     (
-        Ticket { deltas, answer },
+        Ticket {
+            deltas,
+            begun,
+            answer,
+        },
         Desk {
             deltas: tell,
+            begun: begin,
             answer: reply,
         },
     )
@@ -66,6 +76,7 @@ pub(crate) fn ticket() -> (Ticket, Desk) {
 #[derive(Debug)]
 pub(crate) struct Desk {
     deltas: mpsc::Sender<String>,
+    begun: oneshot::Sender<Begun>,
     answer: oneshot::Sender<Result<Ended, StageError>>,
 }
 
@@ -88,6 +99,7 @@ impl Job {
             run,
             deltas: desk.deltas,
             untold: String::new(),
+            begun: Some(desk.begun),
             answer: desk.answer,
         }
     }
@@ -98,6 +110,16 @@ impl Job {
             && let Ok(place) = self.deltas.try_reserve()
         {
             place.send(std::mem::take(&mut self.untold));
+        }
+    }
+
+    /// Hands the rows of its picture over, once.
+    fn begin(&mut self) {
+        if let Some(begun) = self.run.begun()
+            && let Some(begin) = self.begun.take()
+        {
+            // Whoever has gone away publishes nothing.
+            let _ = begin.send(begun);
         }
     }
 
@@ -182,6 +204,7 @@ impl Batch {
     /// One pass over everybody who is still waited for; who is done or failed leaves.
     pub(crate) fn pass(&mut self) {
         self.jobs.retain(|job| !job.answer.is_closed());
+        self.jobs.iter_mut().for_each(Job::begin);
         let passed = self.compute();
         let mut errors: Vec<Option<StageError>> = self.jobs.iter().map(|_| None).collect();
         let mut logits: Vec<Option<Vec<f32>>> = self.jobs.iter().map(|_| None).collect();

@@ -8,9 +8,11 @@ mod decoder;
 mod order;
 mod pictures;
 mod prefix;
+mod publish;
 mod row;
 mod run;
 mod service;
+mod stream;
 mod text;
 mod work;
 

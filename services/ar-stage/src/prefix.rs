@@ -8,9 +8,9 @@ use proto::v1::prefix_row::Kind;
 use stage::{Ranks, StageError};
 
 use crate::{
-    pictures::Pictures,
     row::{Row, is_ring},
     run::Brief,
+    stream::{self, BegunRow, Stream},
 };
 
 /// Rows under way.
@@ -19,6 +19,10 @@ pub(crate) struct PrefixPhase {
     layout: SequenceLayout,
     cond: Row,
     uncond: Option<Negative>,
+    /// Where layers go: of the row with the prompt, then of the one without.
+    streams: [(PrefixIdentity, Option<Stream>); 2],
+    /// Until somebody publishes them.
+    begun: Vec<BegunRow>,
 }
 
 /// The row without the prompt.
@@ -66,17 +70,66 @@ impl PrefixPhase {
             }),
             (true, false) => Some(Negative::Row(Row::new(ranks, uncond, tokens)?)),
         };
-        let image = layout.generated.as_ref().map(|image| &image.span);
-        let cell = ranks.first().config().pixels_per_token();
-        brief.written.size = image.map(|span| (span.grid_h * cell, span.grid_w * cell));
+        brief.sized(ranks.first(), &layout);
         brief.written.reused = reused;
+        let identity = |of| {
+            let tokens = RowTokens::with_images(&layout, of, &brief.pictures.features);
+            ranks.first().row_identity(&tokens)
+        };
+        let identities = [identity(RowKind::Cond)?, identity(RowKind::Uncond)?];
+        let mut begun = Vec::new();
+        let mut tell = |kind, identity| {
+            let (stream, row) = stream::stream(ranks, kind, (identity, tokens));
+            begun.push(row);
+            stream
+        };
+        let cond_stream = Some(tell(Kind::Cond, identities[0]));
+        let uncond_stream = uncond.is_some().then(|| tell(Kind::Uncond, identities[1]));
         let mut phase = Self {
             layout,
             cond,
             uncond,
+            streams: [(identities[0], cond_stream), (identities[1], uncond_stream)],
+            begun,
         };
-        phase.branch()?;
+        phase.attach(ranks, 0)?;
+        phase.attach(ranks, 1)?;
+        phase.branch(ranks)?;
         Ok(phase)
+    }
+
+    /// Has a row tell its layers, if it is there.
+    fn attach(&mut self, ranks: &Ranks, which: usize) -> Result<(), StageError> {
+        let tokens = self.tokens();
+        let row = match (which, &mut self.uncond) {
+            (0, _) => &mut self.cond,
+            (_, Some(Negative::Row(row))) => row,
+            _ => return Ok(()),
+        };
+        // Ranks of a ring hold different tokens: their layers are put together at the end.
+        match &self.streams[which].1 {
+            Some(stream) if !is_ring(ranks) => stream.attach(ranks, row, tokens),
+            _ => Ok(()),
+        }
+    }
+
+    /// The rows, for whoever publishes them, once.
+    pub(crate) fn begun(&mut self) -> Vec<BegunRow> {
+        std::mem::take(&mut self.begun)
+    }
+
+    /// Whether a row was found in the pool.
+    fn is_found(&self, which: usize) -> bool {
+        let stream = self.streams[which].1.as_ref();
+        stream.is_some_and(Stream::is_found)
+    }
+
+    /// Rows that need not be computed: with the prompt, without it. The first is computed as long as the
+    /// second waits for its beginning.
+    fn needless(&self) -> (bool, bool) {
+        let uncond = self.is_found(1);
+        let waits = matches!(self.uncond, Some(Negative::Waits { .. })) && !uncond;
+        (self.is_found(0) && !waits, uncond)
     }
 
     /// Tokens of each row.
@@ -85,51 +138,53 @@ impl PrefixPhase {
     }
 
     /// Starts the row without the prompt once what it begins with is there.
-    pub(crate) fn branch(&mut self) -> Result<(), StageError> {
+    pub(crate) fn branch(&mut self, ranks: &Ranks) -> Result<(), StageError> {
         if let Some(Negative::Waits { grow, at }) = &self.uncond
             && self.cond.held() >= *at
         {
             let row = self.cond.branch(grow.clone(), *at, self.tokens())?;
             self.uncond = Some(Negative::Row(row));
+            self.attach(ranks, 1)?;
         }
         Ok(())
     }
 
     /// Rows that can be computed now.
     pub(crate) fn rows(&mut self) -> impl Iterator<Item = &mut Row> {
+        let needless = self.needless();
         let uncond = match &mut self.uncond {
-            Some(Negative::Row(row)) => Some(row),
+            Some(Negative::Row(row)) => Some(row).filter(|_| !needless.1),
             Some(Negative::Waits { .. }) | None => None,
         };
-        let rows = std::iter::once(&mut self.cond).chain(uncond);
+        let cond = Some(&mut self.cond).filter(|_| !needless.0);
+        let rows = cond.into_iter().chain(uncond);
         rows.filter(|row| row.left() > 0)
     }
 
     /// Every row is there.
     pub(crate) fn is_done(&self) -> bool {
+        let needless = self.needless();
         let uncond = match &self.uncond {
-            Some(Negative::Row(row)) => row.left() == 0,
-            Some(Negative::Waits { .. }) => false,
+            Some(Negative::Row(row)) => needless.1 || row.left() == 0,
+            Some(Negative::Waits { .. }) => needless.1,
             None => true,
         };
-        uncond && self.cond.left() == 0
+        uncond && (needless.0 || self.cond.left() == 0)
     }
 
-    /// The rows by name.
+    /// The rows by name, but for those that were found before they were computed.
     pub(crate) fn finish(
         self,
         ranks: &Ranks,
-        pictures: &Pictures,
     ) -> Result<Vec<(Kind, PrefixIdentity, PrefixKv)>, StageError> {
-        let mut rows = vec![(Kind::Cond, RowKind::Cond, self.cond)];
+        let [cond, uncond] = self.streams.map(|(identity, _)| identity);
+        let mut rows = vec![(Kind::Cond, cond, self.cond)];
         if let Some(Negative::Row(row)) = self.uncond {
-            rows.push((Kind::Uncond, RowKind::Uncond, row));
+            rows.push((Kind::Uncond, uncond, row));
         }
-        let named = rows.into_iter().map(|(kind, of, row)| {
-            let tokens = RowTokens::with_images(&self.layout, of, &pictures.features);
-            let identity = ranks.first().row_identity(&tokens)?;
-            Ok((kind, identity, row.into_prefix(ranks)?))
-        });
+        let computed = rows.into_iter().filter(|(_, _, row)| row.left() == 0);
+        let named =
+            computed.map(|(kind, identity, row)| Ok((kind, identity, row.into_prefix(ranks)?)));
         named.collect()
     }
 }

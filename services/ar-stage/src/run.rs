@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 use base::clock;
 use kv::PrefixIdentity;
 use model::{
-    Bucket, Model, ModelError, PrefixKv, SequenceLayout, Target,
+    Bucket, Model, ModelError, PrefixKv, RowKind, RowTokens, SequenceLayout, Target,
     layout::{ImageGrid, LayoutInput},
     preprocess::aligned_size,
 };
@@ -16,6 +16,7 @@ use crate::{
     pictures::Pictures,
     prefix::PrefixPhase,
     row::Row,
+    stream::BegunRow,
     text::TextPhase,
 };
 
@@ -50,6 +51,14 @@ pub(crate) struct Written {
     pub(crate) prompt_tokens: usize,
 }
 
+/// Rows that are being computed, for whoever publishes them meanwhile.
+#[derive(Debug)]
+pub(crate) struct Begun {
+    pub(crate) rows: Vec<BegunRow>,
+    /// What is known of the picture already.
+    pub(crate) written: Written,
+}
+
 /// What is known of a request from start to end.
 #[derive(Debug)]
 pub(crate) struct Brief {
@@ -75,6 +84,31 @@ enum Phase {
 }
 
 impl Brief {
+    fn new(order: Order, pictures: Pictures) -> Self {
+        Self {
+            written: Written {
+                fingerprint: order.fingerprint.clone(),
+                ..Written::default()
+            },
+            order,
+            pictures,
+            started: clock::now(),
+        }
+    }
+
+    /// Takes note of a picture that is drawn at once.
+    fn drawn(&mut self, model: &Model, layout: &SequenceLayout) {
+        self.written.prompt_tokens = layout.prefix_len();
+        self.sized(model, layout);
+    }
+
+    /// Takes note of the picture's size.
+    pub(crate) fn sized(&mut self, model: &Model, layout: &SequenceLayout) {
+        let image = layout.generated.as_ref().map(|image| &image.span);
+        let cell = model.config().pixels_per_token();
+        self.written.size = image.map(|span| (span.grid_h * cell, span.grid_w * cell));
+    }
+
     /// The size of the picture, if it is known before anything is written.
     fn bucket(&self, model: &Model) -> Result<Option<Bucket>, StageError> {
         Ok(match self.order.size {
@@ -129,23 +163,52 @@ impl Brief {
     }
 }
 
+/// The rows of a picture that is drawn at once, by name, and what is known of it: enough to look for them
+/// before anything is computed. None when something is written first.
+pub(crate) fn foreseen(
+    ranks: &Ranks,
+    order: &Order,
+    pictures: &Pictures,
+) -> Result<Option<Foreseen>, StageError> {
+    let (order, pictures) = (order.clone(), pictures.clone());
+    let mut brief = Brief::new(order, pictures);
+    let model = ranks.first();
+    let (Task::Draw, Some(bucket)) = (brief.order.task, brief.bucket(model)?) else {
+        return Ok(None);
+    };
+    let layout = brief.picture_layout(model, bucket, &[])?;
+    brief.drawn(model, &layout);
+    let features = &brief.pictures.features;
+    let named = |kind, of| {
+        let identity = model.row_identity(&RowTokens::with_images(&layout, of, features))?;
+        Ok::<_, StageError>((kind, identity))
+    };
+    let mut rows = vec![named(Kind::Cond, RowKind::Cond)?];
+    if brief.order.negative_row {
+        rows.push(named(Kind::Uncond, RowKind::Uncond)?);
+    }
+    Ok(Some(Foreseen {
+        rows,
+        written: brief.written,
+    }))
+}
+
+/// See [`foreseen`].
+#[derive(Debug)]
+pub(crate) struct Foreseen {
+    pub(crate) rows: Vec<(Kind, PrefixIdentity)>,
+    pub(crate) written: Written,
+}
+
 impl Run {
     /// Lays a request out.
     pub(crate) fn new(ranks: &Ranks, order: Order, pictures: Pictures) -> Result<Self, StageError> {
         let model = ranks.first();
-        let mut brief = Brief {
-            written: Written {
-                fingerprint: order.fingerprint.clone(),
-                ..Written::default()
-            },
-            order,
-            pictures,
-            started: clock::now(),
-        };
+        let mut brief = Brief::new(order, pictures);
         let phase = match (brief.order.task, brief.bucket(model)?) {
             (Task::Draw, Some(bucket)) => {
                 let layout = brief.picture_layout(model, bucket, &[])?;
-                brief.written.prompt_tokens = layout.prefix_len();
+                brief.drawn(model, &layout);
                 let prefix = PrefixPhase::new(ranks, &mut brief, layout, None)?;
                 Phase::Prefix(Box::new(prefix))
             }
@@ -172,6 +235,19 @@ impl Run {
         }
     }
 
+    /// The rows of the picture, once, when they are known.
+    pub(crate) fn begun(&mut self) -> Option<Begun> {
+        let Phase::Prefix(prefix) = &mut self.phase else {
+            return None;
+        };
+        let rows = prefix.begun();
+        let written = || self.brief.written.clone();
+        (!rows.is_empty()).then(|| Begun {
+            rows,
+            written: written(),
+        })
+    }
+
     /// Takes note of a pass; `logits` are those behind the text, if it was computed to its end. Answers with
     /// what was added to the text.
     pub(crate) fn passed(
@@ -186,7 +262,7 @@ impl Run {
                     self.end_text(ranks)?;
                 }
             }
-            (Phase::Prefix(prefix), _) => prefix.branch()?,
+            (Phase::Prefix(prefix), _) => prefix.branch(ranks)?,
             (Phase::Text(_) | Phase::Over, _) => {}
         }
         Ok(told)
@@ -234,7 +310,7 @@ impl Run {
     /// What it came to.
     pub(crate) fn finish(self, ranks: &Ranks) -> Result<Outcome, StageError> {
         let rows = match self.phase {
-            Phase::Prefix(prefix) => prefix.finish(ranks, &self.brief.pictures)?,
+            Phase::Prefix(prefix) => prefix.finish(ranks)?,
             Phase::Text(_) | Phase::Over => Vec::new(),
         };
         let started = self.brief.started;

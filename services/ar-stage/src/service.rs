@@ -2,6 +2,7 @@
 use std::{
     pin::Pin,
     sync::{Arc, OnceLock},
+    time::Duration,
 };
 
 use base::{Failure, Fault as _, MemberId, clock, limits::EVENT_QUEUE};
@@ -13,22 +14,25 @@ use proto::{
         self, PrefillRequest, PrefillResponse, PrefillText,
         ar_stage_service_server::{ArStageService, ArStageServiceServer},
         prefill_response,
+        prefix_row::Kind,
     },
 };
 use registry::{Load, Role};
 use stage::{Engine, Gate, RankLoad, Ranks, Stage, StageError, info};
 use telemetry::Metrics;
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio_stream::Stream;
 use tonic::{Request, Response, Status, service::RoutesBuilder};
 
 use crate::{
     ArStageConfig,
     answers::{Answer, Answers},
-    batch::MAX_RUNNING,
+    batch::{MAX_RUNNING, Ticket},
     decoder::Decoder,
-    order::Order,
+    order::{Order, Task},
     pictures::{self, Pictures},
+    publish::{Pace, Published, Publisher},
+    run::{Begun, Foreseen, Outcome, foreseen},
     work,
 };
 
@@ -46,6 +50,7 @@ pub struct ArStage {
     /// Requests whose pictures are being decoded and encoded.
     looking: Semaphore,
     client: KvClient,
+    pace: Pace,
     config: ArStageConfig,
     metrics: Metrics,
 }
@@ -64,6 +69,7 @@ impl ArStage {
             decoder: OnceLock::new(),
             looking: Semaphore::new(MAX_LOOKING),
             client,
+            pace: Pace::default(),
             config,
             metrics,
         })
@@ -86,37 +92,126 @@ impl ArStage {
             images,
             seed,
             align_image_size,
+            transfer_timeout_ms,
             ..
         } = request;
         let pictures = self
             .look_at(ranks, images, (seed, align_image_size))
             .await?;
-        let mut ticket = decoder.submit(order, pictures)?;
-        let ended = loop {
-            tokio::select! {
-                biased;
-                Some(text) = ticket.deltas.recv() => tell(events, text).await?,
-                ended = &mut ticket.answer => break ended,
-            }
+        let timeout = Some(Duration::from_millis(transfer_timeout_ms.into()));
+        let publisher = Publisher {
+            client: self.client.within(timeout.filter(|most| !most.is_zero())),
+            endpoint: &self.config.kv_transfer,
+            request_id: &request_id,
+            pace: &self.pace,
         };
-        let ended = ended.map_err(|_| StageError::EngineStopped { engine: "prefill" })??;
-        while let Ok(text) = ticket.deltas.try_recv() {
-            tell(events, text).await?;
+        let (mut order, started) = (order, clock::now());
+        let mut known = Vec::new();
+        if let Some(ahead) = self.foresee(ranks, &order, &pictures).await? {
+            for (kind, identity) in ahead.rows {
+                let found = publisher.find(kind, identity).await;
+                known.extend(found.map_err(|error| StageError::of(&error))?);
+            }
+            let has = |kind| known.iter().any(|row| row.kind == kind);
+            if has(Kind::Cond) && (has(Kind::Uncond) || !order.negative_row) {
+                return Ok(work::done(
+                    ahead.written,
+                    known,
+                    (0.0, clock::millis_since(started)),
+                ));
+            }
+            order.negative_row &= !has(Kind::Uncond);
         }
-        if !ended.untold.is_empty() {
-            tell(events, ended.untold).await?;
+        let ticket = decoder.submit(order, pictures)?;
+        self.compute(ticket, (publisher, known), events).await
+    }
+
+    /// The rows of a picture that is drawn at once, before they are computed.
+    async fn foresee(
+        &self,
+        ranks: &Arc<Ranks>,
+        order: &Order,
+        pictures: &Pictures,
+    ) -> Result<Option<Foreseen>, StageError> {
+        if order.task != Task::Draw {
+            return Ok(None);
         }
-        let (outcome, metrics) = (ended.outcome, &self.metrics);
+        let (ranks, order, pictures) = (Arc::clone(ranks), order.clone(), pictures.clone());
+        let look = move || stage::engine::guard("layout", || foreseen(&ranks, &order, &pictures));
+        let looked = self.gate.tasks().spawn_blocking(look).await;
+        looked.map_err(|_| StageError::EngineStopped { engine: "layout" })??
+    }
+
+    /// Follows one request through the thread that computes; its rows go into the pool meanwhile.
+    async fn compute(
+        &self,
+        ticket: Ticket,
+        (publisher, known): (Publisher<'_>, Vec<Published>),
+        events: &Events,
+    ) -> Result<Answer<Lease>, StageError> {
+        let Ticket {
+            mut deltas,
+            begun,
+            answer,
+        } = ticket;
+        let (computed, rest) = oneshot::channel();
+        let publish = async {
+            // None: the request has no picture.
+            let Ok(Begun { rows, written }) = begun.await else {
+                return Ok(Vec::new());
+            };
+            let placed = publisher.place(rows, known).await;
+            let placed = placed.map_err(|error| StageError::of(&error))?;
+            if !placed.is_empty() {
+                let told = events.send(Ok(work::offered(written, &placed))).await;
+                told.map_err(|_| StageError::Cancelled)?;
+            }
+            publisher.write(placed, rest).await
+        };
+        let follow = async {
+            let mut answer = answer;
+            let ended = loop {
+                tokio::select! {
+                    biased;
+                    Some(text) = deltas.recv() => tell(events, text).await?,
+                    ended = &mut answer => break ended,
+                }
+            };
+            let ended = ended.map_err(|_| StageError::EngineStopped { engine: "prefill" })??;
+            while let Ok(text) = deltas.try_recv() {
+                tell(events, text).await?;
+            }
+            if !ended.untold.is_empty() {
+                tell(events, ended.untold).await?;
+            }
+            self.count(&ended.outcome);
+            let Outcome {
+                rows,
+                written,
+                elapsed,
+            } = ended.outcome;
+            // Whoever publishes has failed, and says so itself.
+            let _ = computed.send(rows);
+            Ok((written, elapsed, clock::now()))
+        };
+        let ((written, elapsed, end), published) =
+            Box::pin(async { tokio::try_join!(follow, publish) }).await?;
+        let times = (elapsed.as_secs_f64() * 1e3, clock::millis_since(end));
+        Ok(work::done(written, published, times))
+    }
+
+    fn count(&self, outcome: &Outcome) {
+        let metrics = &self.metrics;
         let stage = ["ar-stage", "prefill"];
         metrics.observe(&telemetry::names::STAGE_STEP, &stage, outcome.elapsed);
         let rows = outcome.rows.iter().map(|(_, _, prefix)| prefix.tokens());
         let tokens = rows.sum::<usize>() + outcome.written.new_tokens;
+        self.pace.learn(tokens, outcome.elapsed);
         metrics.add(
             &telemetry::names::STAGE_TOKENS,
             &["ar-stage"],
             tokens as u64,
         );
-        work::publish(&self.client, &self.config.kv_transfer, &request_id, outcome).await
     }
 
     /// Decodes and encodes the pictures of a request, beside the thread that computes.

@@ -17,6 +17,7 @@ use crate::{
     order::{Order, Size, Task},
     pictures::{self, Pictures},
     run::Written,
+    stream::Layers,
 };
 
 /// Largest difference of keys and values that were computed in other pieces, of the largest value.
@@ -394,4 +395,59 @@ fn pictures_that_are_no_pictures_are_refused_by_name() {
         (base::Code::InvalidArgument, Some("images"))
     );
     assert!(error.to_string().contains("images[1]"), "{error}");
+}
+
+/// Whatever the plan: the layers that ranks tell on the way are those of the rows at the end, each once and in
+/// order.
+#[test]
+fn layers_are_told_on_the_way_and_are_those_of_the_rows() {
+    for plan in ["single", "tp=2", "pp=2", "ulysses=2"] {
+        let ranks = if plan == "single" {
+            single()
+        } else {
+            open(plan)
+        };
+        for order in [
+            order("a small green star", Task::Draw, SQUARE),
+            order("a yellow ring", Task::Write(Writing::Recaption), SQUARE),
+        ] {
+            let mut batch = Batch::new(Arc::clone(&ranks)).with_pass_tokens(24);
+            let (job, mut ticket) = job(&ranks, &order, &Pictures::default());
+            batch.add(job);
+            while !batch.is_empty() {
+                batch.pass();
+            }
+            let begun = ticket.begun.try_recv().unwrap();
+            let outcome = ended(ticket);
+            assert_eq!(begun.written.size, outcome.written.size);
+            assert_eq!(begun.rows.len(), outcome.rows.len());
+            for (mut row, (kind, identity, prefix)) in begun.rows.into_iter().zip(&outcome.rows) {
+                assert_eq!((row.kind, row.identity), (*kind, *identity));
+                let mut layers = Layers::new(row.geometry, row.tokens);
+                let mut told = Vec::new();
+                while let Ok(part) = row.parts.try_recv() {
+                    told.extend(layers.add(part));
+                }
+                let what = format!("{plan}, {}: {kind:?}", order.prompt);
+                assert!(told.concat() == prefix.to_bytes(), "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_row_that_was_found_meanwhile_is_not_computed_to_its_end() {
+    let ranks = single();
+    let order = order("a small green star", Task::Draw, SQUARE);
+    let mut batch = Batch::new(Arc::clone(&ranks)).with_pass_tokens(8);
+    let (job, mut ticket) = job(&ranks, &order, &Pictures::default());
+    batch.add(job);
+    batch.pass();
+    let begun = ticket.begun.try_recv().unwrap();
+    for row in &begun.rows {
+        row.found.store(true, std::sync::atomic::Ordering::Release);
+    }
+    batch.pass();
+    assert!(batch.is_empty());
+    assert!(ended(ticket).rows.is_empty());
 }

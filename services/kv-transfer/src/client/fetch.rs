@@ -227,7 +227,7 @@ impl KvClient {
     /// # Errors
     /// As [`Self::fetch`]; [`TransferError::Mismatch`] for a part that is none.
     pub async fn fetch_part(&self, request: FetchRequest<'_>) -> Result<Fetched, TransferError> {
-        let deadline = self.deadline_within(request.timeout);
+        let deadline = self.inner.deadline(request.timeout.or(self.timeout));
         let inner = &self.inner;
         let handle = request.handle;
         let shown = self.with_token(&request).await?;

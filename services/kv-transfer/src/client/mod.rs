@@ -31,6 +31,8 @@ use lease::Releaser;
 #[derive(Debug, Clone)]
 pub struct KvClient {
     inner: Arc<Inner>,
+    /// Bound of each transfer, when it is shorter than that of the configuration.
+    timeout: Option<Duration>,
 }
 
 #[derive(Debug)]
@@ -67,7 +69,23 @@ impl KvClient {
                 reach,
                 turn: Arc::default(),
             }),
+            timeout: None,
         })
+    }
+
+    /// The same client for transfers that are to take no longer than `timeout` each.
+    #[must_use]
+    pub fn within(&self, timeout: Option<Duration>) -> Self {
+        Self {
+            inner: Arc::clone(&self.inner),
+            timeout,
+        }
+    }
+
+    /// Time to live of its leases.
+    #[must_use]
+    pub fn ttl(&self) -> Duration {
+        self.inner.config.ttl
     }
 
     /// Waits for this request's turn to publish several prefixes that are useless one by one. Without turns,
@@ -104,13 +122,14 @@ impl KvClient {
     /// Deadline of what starts now. It lies before the expiry of any lease taken from now on, so
     /// that no operation is started on memory that is not ours any more.
     fn deadline(&self) -> Deadline {
-        self.deadline_within(None)
+        self.inner.deadline(self.timeout)
     }
+}
 
-    /// As [`Self::deadline`], and no later than after `most`.
-    fn deadline_within(&self, most: Option<Duration>) -> Deadline {
-        let config = &self.inner.config;
-        let own = config.deadline.min(config.ttl);
+impl Inner {
+    /// As [`KvClient::deadline`], and no later than after `most`.
+    fn deadline(&self, most: Option<Duration>) -> Deadline {
+        let own = self.config.deadline.min(self.config.ttl);
         let bound = most.map_or(own, |most| most.min(own));
         Deadline::after(&base::clock::SystemClock, bound)
     }

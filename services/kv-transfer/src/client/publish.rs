@@ -1,5 +1,6 @@
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use base::{Deadline, clock::SystemClock};
 use fabric::Access;
@@ -7,7 +8,7 @@ use kv::{KvGeometry, Manifest, PrefixIdentity};
 use proto::v1::{self, PrefixHandle};
 
 use super::channels::call_until;
-use super::lease::{Lease, Terms};
+use super::lease::{self, Lease, Terms};
 use super::reach::{Place, blocking};
 use super::{Inner, KvClient};
 use crate::{TransferError, limits, wire};
@@ -80,6 +81,9 @@ pub struct Publication {
     handle: Option<PrefixHandle>,
     transport: String,
     deadline: Deadline,
+    timeout: Option<Duration>,
+    /// When the lease was taken or prolonged.
+    renewed: Instant,
 }
 
 impl KvClient {
@@ -183,7 +187,7 @@ impl KvClient {
         })
         .await?;
         // A lease begins when the slot is given out, after the time in line.
-        let deadline = self.deadline();
+        let (deadline, renewed) = (self.deadline(), base::clock::now());
         let terms = Terms {
             endpoint: endpoint.to_owned(),
             slot: reserved.slot,
@@ -211,6 +215,8 @@ impl KvClient {
             handle: reserved.handle,
             transport: String::new(),
             deadline,
+            timeout: self.timeout,
+            renewed,
         })
     }
 }
@@ -220,6 +226,25 @@ impl Publication {
     #[must_use]
     pub fn handle(&self) -> Option<&PrefixHandle> {
         self.handle.as_ref()
+    }
+
+    /// Prolongs the lease of a prefix whose next bytes take long, and gives them a deadline of their own.
+    ///
+    /// # Errors
+    /// The lease is gone, or the service cannot be reached.
+    pub async fn renew(&mut self) -> Result<(), TransferError> {
+        let (ttl, now) = (self.inner.config.ttl, base::clock::now());
+        let deadline = self.inner.deadline(self.timeout);
+        lease::renew(&self.inner.channels, &self.lease, ttl, deadline).await?;
+        (self.renewed, self.deadline) = (now, deadline);
+        Ok(())
+    }
+
+    /// Whether the lease should be prolonged before more is written.
+    #[must_use]
+    pub fn is_old(&self) -> bool {
+        let age = base::clock::now().saturating_duration_since(self.renewed);
+        age >= self.inner.config.ttl.min(self.inner.config.deadline) / 3
     }
 
     /// Writes the next bytes of the payload. Chunks that they complete are sealed, and whoever follows

@@ -49,7 +49,7 @@ pub use layout::{LayoutInput, LayoutRules, RowKind, SequenceLayout, Target, Text
 pub use model::{LoadOptions, Model, ModelInfo, Parts};
 pub use picture::{Latents, RgbImage};
 pub use prefill::{RowTokens, T2iRequest};
-pub use prefix::{KvCache, PrefixKv};
+pub use prefix::{KvCache, LayerSink, PrefixKv};
 pub use rank::RankShard;
 pub use scheduler::Schedule;
 pub use system_prompts::SystemPrompts;

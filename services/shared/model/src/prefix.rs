@@ -4,7 +4,9 @@
 //! Cached keys are rotated and normed. Head-major order makes the share of one KV head a contiguous
 //! range, so that a tensor-parallel shard is a copy and never a kernel.
 
+use std::borrow::Cow;
 use std::ops::Range;
+use std::sync::Arc;
 
 use kernels::{KvPart, Tensor};
 use kv::{KvDType, KvGeometry, KvShard, Reshard};
@@ -208,10 +210,13 @@ impl PrefixKv {
 
     /// The values as little-endian bytes, in the same order.
     pub fn to_bytes(&self) -> Vec<u8> {
-        if cfg!(target_endian = "little") {
-            return bytemuck::cast_slice(&self.data).to_vec();
-        }
-        self.data.iter().flat_map(|v| v.to_le_bytes()).collect()
+        little_endian(&self.data).into_owned()
+    }
+
+    /// One layer as [`LayerSink::layer`] takes it.
+    pub fn layer_bytes(&self, layer: usize) -> Vec<u8> {
+        let values = 2 * self.geometry.kv_heads * self.held.count() * self.geometry.head_dim;
+        little_endian(&self.data[layer * values..(layer + 1) * values]).into_owned()
     }
 
     /// The inverse of [`PrefixKv::to_bytes`] for a whole prefix.
@@ -246,6 +251,13 @@ impl PrefixKv {
     }
 }
 
+/// Takes the layers of a row as they are done, while the next ones are computed.
+pub trait LayerSink: std::fmt::Debug + Send + Sync {
+    /// All tokens of one of this rank's layers, counted from its first: `[k|v][kv_head][token][dim]`, little
+    /// endian. A pass that is repeated tells the same again.
+    fn layer(&self, layer: usize, bytes: Vec<u8>);
+}
+
 /// Keys and values that grow: prefill writes into it, text decoding appends to it.
 #[derive(Clone, Debug)]
 pub struct KvCache {
@@ -253,6 +265,8 @@ pub struct KvCache {
     capacity: usize,
     held: Held,
     data: Vec<f32>,
+    /// Where layers go once they have so many tokens.
+    sink: Option<(usize, Arc<dyn LayerSink>)>,
 }
 
 impl KvCache {
@@ -268,7 +282,13 @@ impl KvCache {
             capacity,
             held: Held::default(),
             data,
+            sink: None,
         })
+    }
+
+    /// Tells `sink` each layer as soon as it has `tokens` tokens.
+    pub fn send_layers(&mut self, tokens: usize, sink: Arc<dyn LayerSink>) {
+        self.sink = Some((tokens, sink));
     }
 
     /// A copy of a prefix with room to grow to `capacity` tokens.
@@ -424,12 +444,38 @@ impl KvCache {
                 }
             }
         }
+        if let Some((tokens, sink)) = &self.sink
+            && held + fresh.len() == *tokens
+            && !self.is_spread()
+        {
+            sink.layer(layer, self.layer_bytes(layer, *tokens));
+        }
         Ok(())
+    }
+
+    /// The first `tokens` tokens of a layer, `[k|v][kv_head][token][dim]`.
+    fn layer_bytes(&self, layer: usize, tokens: usize) -> Vec<u8> {
+        let (dim, heads) = (self.geometry.head_dim, 2 * self.geometry.kv_heads);
+        let stride = self.capacity * dim;
+        let values = &self.data[layer * heads * stride..(layer + 1) * heads * stride];
+        let mut bytes = Vec::with_capacity(heads * tokens * dim * size_of::<f32>());
+        for head in values.chunks_exact(stride) {
+            bytes.extend_from_slice(&little_endian(&head[..tokens * dim]));
+        }
+        bytes
     }
 
     /// Counts fresh tokens that were dealt to a ring in which this rank is `own`.
     pub(crate) fn advance(&mut self, fresh: &SequenceShards, own: usize) {
         self.held.extend(fresh, own);
+    }
+}
+
+fn little_endian(values: &[f32]) -> Cow<'_, [u8]> {
+    if cfg!(target_endian = "little") {
+        Cow::Borrowed(bytemuck::cast_slice(values))
+    } else {
+        Cow::Owned(values.iter().flat_map(|v| v.to_le_bytes()).collect())
     }
 }
 
