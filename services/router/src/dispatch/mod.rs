@@ -296,8 +296,8 @@ impl Walk {
                     {}
                     return Ok((done, held));
                 }
-                // A newer stage may say more than this router understands.
-                None => {}
+                // Denoising begins when they are whole. A newer stage may say more than this router understands.
+                Some(Prefilled::Offered(_)) | None => {}
             }
         }
         Err(lost_here(

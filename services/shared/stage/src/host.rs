@@ -184,6 +184,7 @@ fn member<S: Stage>(
         load: None,
         cordoned: false,
         step_costs: stage.step_costs(),
+        cordoned: false,
     }
 }
 
