@@ -184,7 +184,6 @@ fn member<S: Stage>(
         load: None,
         cordoned: false,
         step_costs: stage.step_costs(),
-        cordoned: false,
     }
 }
 
