@@ -83,6 +83,7 @@ BAD_LATER = [
     ("registry.kind=etcd,registry.etcd.install=true,networkPolicy.enabled=false", r"registry\.etcd\.install: needs networkPolicy\.enabled"),
     ("registry.kind=etcd,registry.etcd.endpoints[0]=a:1,registry.etcd.user.name=omni", r"registry\.etcd\.user\.passwordSecret: must be set"),
     ("tls.mode=certManager", r"tls\.certManager\.issuer\.name: must be set"),
+    ("router.apiKeysSecret=keys", r"router\.apiKeysSecret: needs tls\.mode"),
     ("tls.mode=existingSecret", r"tls\.existingSecret: must be set"),
     (POOLS + ",pools[1].gpus=4,pools[1].plan.tp=2", r"pools\[1\]\.plan: has 2 ranks, but the pool has 4 GPUs"),
     (POOLS + ",pools[1].gpus=2,pools[1].hosts=2,pools[1].plan.tp=2", r"pools\[1\]\.plan: has 2 ranks, but the pool has 4 GPUs"),

@@ -59,6 +59,9 @@
 {{- if ge (int $v.network.ucxPorts.first) (int $v.network.ucxPorts.last) }}
 {{- fail "network.ucxPorts.first: must be below network.ucxPorts.last" }}
 {{- end }}
+{{- if and $v.router.apiKeysSecret (eq $v.tls.mode "none") }}
+{{- fail "router.apiKeysSecret: needs tls.mode, because keys do not travel in clear" }}
+{{- end }}
 {{- if ne $v.tls.mode "none" }}
 {{- if and (eq $v.tls.mode "certManager") (not $v.tls.certManager.issuer.name) }}
 {{- fail "tls.certManager.issuer.name: must be set when tls.mode is certManager" }}

@@ -15,8 +15,8 @@ use tokio::sync::{mpsc, oneshot};
 
 use crate::stream::{BegunRow, Layers, Part};
 
-/// The one tenant there is.
-const TENANT: &str = "default";
+/// Scope of requests of nobody in particular; no tenant has such a name.
+const NOBODY: &str = ":";
 
 /// Rows as the thread that computes has them at the end.
 pub(crate) type Rows = Vec<(Kind, PrefixIdentity, PrefixKv)>;
@@ -57,6 +57,8 @@ pub(crate) struct Publisher<'a> {
     pub(crate) client: KvClient,
     pub(crate) endpoint: &'a str,
     pub(crate) request_id: &'a str,
+    /// Whose request it is; empty: nobody's in particular.
+    pub(crate) tenant: &'a str,
     pub(crate) pace: &'a Pace,
 }
 
@@ -100,9 +102,12 @@ impl Publisher<'_> {
         kind: Kind,
         identity: PrefixIdentity,
     ) -> Result<Option<Published>, TransferError> {
-        let found = self
-            .client
-            .lookup(self.endpoint, identity, scope(kind), self.request_id);
+        let found = self.client.lookup(
+            self.endpoint,
+            identity,
+            scope(kind, self.tenant),
+            self.request_id,
+        );
         Ok(found.await?.map(|(handle, lease)| Published {
             kind,
             handle,
@@ -147,7 +152,7 @@ impl Publisher<'_> {
             geometry: row.geometry,
             tokens: row.tokens,
             cache: Some(CacheTerms {
-                scope: scope(row.kind).to_owned(),
+                scope: scope(row.kind, self.tenant).to_owned(),
                 cost_us: self.pace.cost_us(row.tokens),
             }),
         };
@@ -235,10 +240,11 @@ impl Open {
 }
 
 /// Who may find a cached row: everybody the row without the prompt, the tenant all others.
-fn scope(kind: Kind) -> &'static str {
+fn scope(kind: Kind, tenant: &str) -> &str {
     match kind {
         Kind::Uncond => "",
-        Kind::Cond | Kind::Unspecified => TENANT,
+        Kind::Cond | Kind::Unspecified if tenant.is_empty() => NOBODY,
+        Kind::Cond | Kind::Unspecified => tenant,
     }
 }
 

@@ -93,6 +93,7 @@ impl ArStage {
             seed,
             align_image_size,
             transfer_timeout_ms,
+            tenant,
             ..
         } = request;
         let pictures = self
@@ -103,6 +104,7 @@ impl ArStage {
             client: self.client.within(timeout.filter(|most| !most.is_zero())),
             endpoint: &self.config.kv_transfer,
             request_id: &request_id,
+            tenant: &tenant,
             pace: &self.pace,
         };
         let (mut order, started) = (order, clock::now());

@@ -51,6 +51,8 @@ pub(crate) enum Action {
     Calibrate(TuneArgs),
     /// Run a trace on a simulated cluster.
     Simulate(SimulateArgs),
+    /// Make an API key for a tenant.
+    ApiKey(String),
     /// Make an authority and certificates.
     Certs(CertsArgs),
 }
@@ -96,6 +98,11 @@ pub(crate) fn command() -> Command {
             Command::new("calibrate").about("Fit the tea cache's polynomial to a model"),
         ))
         .subcommand(SimulateArgs::augment_args(Command::new("simulate")))
+        .subcommand(
+            Command::new("api-key")
+                .about("Make an API key: the key on standard error, its entry for api_keys on standard output")
+                .arg(Arg::new("tenant").required(true).value_name("TENANT").help("Whose key it is")),
+        )
         .subcommand(CertsArgs::augment_args(Command::new("certs")))
         .subcommand(
             Command::new("config")
@@ -145,6 +152,12 @@ pub(crate) fn parse(
         Some((name, matches)) if name == "simulate" => {
             Action::Simulate(SimulateArgs::from_arg_matches(&matches)?)
         }
+        Some((name, matches)) if name == "api-key" => Action::ApiKey(
+            matches
+                .get_one::<String>("tenant")
+                .cloned()
+                .unwrap_or_default(),
+        ),
         Some((name, matches)) if name == "certs" => {
             Action::Certs(CertsArgs::from_arg_matches(&matches)?)
         }

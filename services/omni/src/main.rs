@@ -79,8 +79,19 @@ fn run(action: Action) -> Result<(), OmniError> {
         Action::FitPreview(args) => print(&tune::fit_preview(&args)?),
         Action::Calibrate(args) => print(&tune::calibrate(&args)?),
         Action::Simulate(args) => print(&simulate::run(&args)?),
+        Action::ApiKey(tenant) => print(&api_key(&tenant)?),
         Action::Certs(args) => print(&certs::run(&args)?),
     }
+}
+
+/// A key is shown once; what is kept of it is its digest.
+fn api_key(tenant: &str) -> Result<String, OmniError> {
+    let chance = base::rng::Source::from_os();
+    let random = std::array::from_fn(|_| chance.next_u64());
+    let (key, entry) = router::new_key(tenant, &random).map_err(OmniError::Config)?;
+    writeln!(std::io::stderr(), "{key}")
+        .map_err(|error| OmniError::io("write to standard error", error))?;
+    Ok(entry)
 }
 
 fn print(text: &str) -> Result<(), OmniError> {

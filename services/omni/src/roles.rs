@@ -198,6 +198,7 @@ fn router_config(settings: &Settings) -> Result<RouterConfig, OmniError> {
             }
             _ => backend(settings)?,
         },
+        api_keys: api_keys(settings)?,
         limits: Limits {
             max_running: settings.count("max_running", 1)?,
             max_queued: settings.count("max_queued", 1)?,
@@ -216,6 +217,15 @@ fn router_config(settings: &Settings) -> Result<RouterConfig, OmniError> {
         build: build_info(),
         ..RouterConfig::default()
     })
+}
+
+/// The file of API keys, which must be one.
+fn api_keys(settings: &Settings) -> Result<Option<PathBuf>, OmniError> {
+    let path = settings.get("api_keys").map(PathBuf::from);
+    if let Some(path) = &path {
+        router::ApiKeys::load(path).map_err(|error| OmniError::Config(error.to_string()))?;
+    }
+    Ok(path)
 }
 
 /// Where the HTTP API listens: as set, else beside `listen`; a free port where that takes one.

@@ -58,6 +58,12 @@ pub enum RouterError {
     /// No such request, or it is long forgotten.
     #[error("no request {0:?} is known here")]
     NoRequest(String),
+    /// Nobody who may ask.
+    #[error("{0}")]
+    Unauthenticated(&'static str),
+    /// A class above what the caller may ask for.
+    #[error("priority is above the most urgent class that this API key may ask for")]
+    PriorityDenied,
     /// The caller, or somebody else through Cancel, gave up.
     #[error("the request was cancelled")]
     Cancelled,
@@ -117,6 +123,8 @@ impl Fault for RouterError {
             | Self::PrefixChanged => Code::Unavailable,
             Self::Full { .. } | Self::Quota { .. } | Self::Late { .. } => Code::ResourceExhausted,
             Self::Duplicate(_) => Code::AlreadyExists,
+            Self::Unauthenticated(_) => Code::Unauthenticated,
+            Self::PriorityDenied => Code::PermissionDenied,
             Self::Cancelled => Code::Cancelled,
             Self::DeadlineExceeded(_) => Code::DeadlineExceeded,
             Self::Protocol { .. } => Code::Internal,
@@ -131,6 +139,7 @@ impl Fault for RouterError {
             Self::Invalid { field, .. } => Some(field),
             Self::Hopeless(_) => Some("deadline"),
             Self::NoModel(_) => Some("model"),
+            Self::PriorityDenied => Some("priority"),
             Self::Duplicate(_) | Self::NoRequest(_) => Some("request_id"),
             Self::Stage(failure) | Self::Server(failure) => failure.field.as_deref(),
             _ => None,

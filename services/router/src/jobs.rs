@@ -189,6 +189,14 @@ impl Jobs {
         }
     }
 
+    /// Whose request it is.
+    pub(crate) fn tenant(&self, id: &str) -> Result<String, RouterError> {
+        let table = self.lock();
+        let job = table.jobs.get(id);
+        job.map(|job| job.record.tenant.clone())
+            .ok_or_else(|| RouterError::NoRequest(id.to_owned()))
+    }
+
     /// Asks a request to stop. False: it had ended.
     pub(crate) fn cancel(&self, id: &str) -> Result<bool, RouterError> {
         let table = self.lock();
@@ -213,6 +221,13 @@ impl JobHandle {
             job.since = since;
         }
         Notes::new(self.jobs.clone(), (self.id.clone(), self.serial), since)
+    }
+
+    /// Says whose request it is.
+    pub(crate) fn set_tenant(&self, tenant: &str) {
+        if let Some(job) = self.jobs.lock().jobs.get_mut(&self.id) {
+            tenant.clone_into(&mut job.record.tenant);
+        }
     }
 
     pub(crate) fn set_state(&self, state: State) {

@@ -17,6 +17,7 @@ mod fetch;
 mod front;
 mod gate;
 mod jobs;
+mod keys;
 mod members;
 mod notes;
 pub mod placement;
@@ -32,6 +33,7 @@ pub use crate::{
     error::RouterError,
     fetch::{FetchConfig, HostList, HostListError},
     front::{HttpBounds, openapi},
+    keys::{ApiKeys, KeysError, new_key},
     prefix::PREFIX_TTL,
     server::{Bound, RouterConfig, run},
 };

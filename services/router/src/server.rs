@@ -1,5 +1,5 @@
 //! A router as a server: bind everything, then serve until told to stop.
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use base::{
     BuildInfo, Code, Failure, MemberId, Shutdown, clock,
@@ -26,6 +26,7 @@ use crate::{
     front::{self, Context, HttpBounds},
     gate::Gate,
     jobs::Jobs,
+    keys::ApiKeys,
     members::Members,
     placement,
     prefix::{Keeper, PREFIX_TTL},
@@ -58,6 +59,8 @@ pub struct RouterConfig {
     pub admin_listen: Option<String>,
     /// Where members are registered.
     pub registry: Backend,
+    /// File of the API keys that are accepted; `None`: none is asked for, unless TLS is on.
+    pub api_keys: Option<PathBuf>,
     /// Bounds of admission.
     pub limits: Limits,
     /// Which pictures are fetched that a request only names.
@@ -81,6 +84,7 @@ impl Default for RouterConfig {
             advertise: None,
             admin_listen: None,
             registry: Backend::Embedded,
+            api_keys: None,
             limits: Limits::default(),
             fetch: FetchConfig::default(),
             prefix_ttl: PREFIX_TTL,
@@ -109,6 +113,7 @@ pub struct Bound {
     http_listener: Option<TcpListener>,
     address: SocketAddr,
     metrics: Metrics,
+    keys: Option<Arc<ApiKeys>>,
 }
 
 impl Bound {
@@ -120,6 +125,8 @@ impl Bound {
         if let Some(advertise) = &config.advertise {
             proto::channel::endpoint(advertise, "advertise")?;
         }
+        let keys = config.api_keys.as_deref().map(ApiKeys::load).transpose();
+        let keys = keys.map_err(|error| Failure::of(&error))?;
         let listener = proto::server::bind(&config.listen, "listen").await?;
         let address = listener.local_addr().map_err(|error| io(&error))?;
         let admin_listener = match &config.admin_listen {
@@ -138,6 +145,7 @@ impl Bound {
             http_listener,
             address,
             metrics,
+            keys,
         })
     }
 
@@ -195,6 +203,7 @@ impl Bound {
             routes,
             stop.clone().cancelled_owned(),
         ));
+        let _followed = context.keys.clone().map(|keys| task::spawn(keys.follow()));
         let contact = task::spawn(follow_contact(snapshots.clone(), metrics.clone()));
         let teller = task::spawn(events::follow(snapshots.clone(), context.events.clone()));
         let watcher = task::spawn(follow_readiness(
@@ -239,6 +248,7 @@ impl Bound {
         let tasks = Tracker::new();
         Ok(Arc::new(Context {
             fetcher: Fetcher::new(self.config.fetch.clone())?,
+            keys: self.keys.clone(),
             prefixes: Keeper::new(self.config.prefix_ttl, tasks.clone()),
             members: Members::new(snapshots),
             gate: Gate::new(self.config.limits, self.metrics.clone()),

@@ -75,7 +75,12 @@ fn begun(bytes: [u64; 2]) -> (Vec<BegunRow>, Vec<mpsc::Sender<Part>>, Rows) {
 }
 
 /// Publishes two rows that come whole, at the end.
-async fn published(
+async fn published(way: (&KvClient, &str), bytes: [u64; 2]) -> Result<Vec<Published>, StageError> {
+    published_of("", way, bytes).await
+}
+
+async fn published_of(
+    tenant: &str,
     (client, endpoint): (&KvClient, &str),
     bytes: [u64; 2],
 ) -> Result<Vec<Published>, StageError> {
@@ -83,6 +88,7 @@ async fn published(
         client: client.clone(),
         endpoint,
         request_id: "one",
+        tenant,
         pace: &Pace::default(),
     };
     let (begun, tells, rows) = begun(bytes);
@@ -138,6 +144,7 @@ async fn a_layer_is_sealed_while_later_ones_are_still_computed_and_a_worker_foll
         client: client.clone(),
         endpoint: &endpoint,
         request_id: "one",
+        tenant: "",
         pace: &Pace::default(),
     };
     let (begun, tells, rows) = begun([POOL_BYTES / 4; 2]);
@@ -200,6 +207,7 @@ async fn a_request_that_ends_before_its_rows_are_computed_leaves_nothing_behind(
         client: client(),
         endpoint: &endpoint,
         request_id: "one",
+        tenant: "",
         pace: &Pace::default(),
     };
     let (begun, tells, _) = begun([POOL_BYTES / 4; 2]);
@@ -210,6 +218,29 @@ async fn a_request_that_ends_before_its_rows_are_computed_leaves_nothing_behind(
     let ended = publisher.write(placed, rest).await.unwrap_err();
     assert_eq!(ended.code(), Code::Cancelled);
     emptied(&endpoint).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_row_of_another_tenant_is_not_found_but_for_the_one_without_the_prompt() {
+    let (endpoint, _node) = node(POOL_BYTES).await;
+    let client = client();
+    let way = (&client, endpoint.as_str());
+    let bytes = [POOL_BYTES / 8; 2];
+    for tenant in ["a", "b", ""] {
+        let first = tenant == "a";
+        let rows = published_of(tenant, way, bytes).await.unwrap();
+        let found = |kind| rows.iter().find(|row| row.kind == kind).unwrap().found;
+        assert!(
+            !found(Kind::Cond),
+            "{tenant:?} is told of a prompt of another"
+        );
+        assert_eq!(found(Kind::Uncond), !first, "{tenant:?}");
+        let again = published_of(tenant, way, bytes).await.unwrap();
+        assert!(
+            again.iter().all(|row| row.found),
+            "{tenant:?} finds its own"
+        );
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -235,6 +266,7 @@ async fn a_row_that_lies_in_the_pool_already_is_neither_computed_nor_written_aga
         client: client.clone(),
         endpoint: &endpoint,
         request_id: "three",
+        tenant: "",
         pace: &Pace::default(),
     };
     let third = publisher.place(begun, vec![]).await.unwrap();

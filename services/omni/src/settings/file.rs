@@ -37,9 +37,9 @@ impl ConfigFile {
     pub(crate) fn parse(text: &str) -> Result<Self, OmniError> {
         let sections: Table = text.parse().map_err(|error: toml::de::Error| {
             let line = text[..error.span().map_or(0, |span| span.start.min(text.len()))]
-                .lines()
+                .matches('\n')
                 .count()
-                .max(1);
+                + 1;
             OmniError::Config(format!("line {line}: {}", error.message()))
         })?;
         for name in sections.keys() {

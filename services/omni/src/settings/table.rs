@@ -91,7 +91,7 @@ const DRAIN_GRACE: Setting = setting(
     "How long running requests may take once a stop or a drain was asked for",
 );
 
-const ROUTER: [Setting; 7] = [
+const ROUTER: [Setting; 8] = [
     DRAIN_GRACE,
     setting(
         "listen",
@@ -122,6 +122,12 @@ const ROUTER: [Setting; 7] = [
         "HOST[,HOST]",
         Unset,
         "Hosts that pictures may be fetched from, NAME or *.NAME with or without :PORT; unset: none",
+    ),
+    setting(
+        "api_keys",
+        "FILE",
+        Unset,
+        "Whose API keys are accepted (TOML) [default: whoever connects, with TLS whoever has a certificate]",
     ),
     HTTP_LISTEN,
 ];

@@ -49,6 +49,7 @@ pub(crate) type Answer = Result<GenerateResponse, Status>;
 pub(crate) struct Walk {
     pub(crate) context: Arc<Context>,
     pub(crate) request: ValidRequest,
+    pub(crate) tenant: String,
     pub(crate) audience: Audience,
     pub(crate) deadline: Deadline,
     pub(crate) accepted_at: Instant,
@@ -400,6 +401,7 @@ impl Walk {
         let sampling = &request.sampling;
         PrefillRequest {
             request_id: request.request_id.to_string(),
+            tenant: self.tenant.clone(),
             epoch,
             weights_id: request.weights_id.clone(),
             prompt: request.prompt.clone(),

@@ -1,4 +1,5 @@
 //! What clients speak to. Every endpoint goes through [`Context::accept`].
+mod caller;
 mod grpc;
 mod http;
 
@@ -24,18 +25,20 @@ use tokio_util::sync::CancellationToken;
 
 pub use self::http::{HttpBounds, openapi};
 pub(crate) use self::{
+    caller::Caller,
     grpc::server,
     http::{routes as http_routes, serve as serve_http},
 };
 use crate::{
     RouterError,
-    admission::{Ask, Quota},
+    admission::Ask,
     audience::{Audience, Audiences, ENDING_LOOK, ENDING_WAIT, Found, Likeness},
     dispatch::{Answer, Walk},
     events::Events,
     fetch::Fetcher,
     gate::{Gate, Seat},
     jobs::{JobHandle, Jobs},
+    keys::ApiKeys,
     members::Members,
     prefix::Keeper,
     validate::{self, ValidRequest},
@@ -57,19 +60,12 @@ pub(crate) struct Context {
     pub(crate) prefixes: Keeper,
     /// Of pictures that are named by their address.
     pub(crate) fetcher: Fetcher,
+    /// Who may ask; `None`: whoever connects.
+    pub(crate) keys: Option<Arc<ApiKeys>>,
     /// No new request from here on.
     pub(crate) closing: CancellationToken,
     /// Running requests end now.
     pub(crate) kill: CancellationToken,
-}
-
-/// Who a request comes from, as far as the door it came through knows.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Caller {
-    /// Who pays for it; empty: nobody in particular.
-    pub(crate) tenant: String,
-    /// What that one may take; `None`: what everybody may.
-    pub(crate) quota: Option<Quota>,
 }
 
 impl Context {
@@ -113,9 +109,10 @@ impl Context {
     async fn take_in(
         self: &Arc<Self>,
         caller: Caller,
-        request: GenerateRequest,
+        mut request: GenerateRequest,
         timeout: Option<Duration>,
     ) -> Result<mpsc::Receiver<Answer>, RouterError> {
+        caller.hold(&mut request)?;
         if self.closing.is_cancelled() {
             return Err(RouterError::ShuttingDown);
         }
@@ -190,6 +187,7 @@ impl Context {
             accepted_at,
         } = intake;
         let job = self.jobs.begin(request.accepted())?;
+        job.set_tenant(&caller.tenant);
         let notes = job.notes(accepted_at);
         notes.begun(&request);
         let seat = match self.gate.enter(self.ask(&request, &caller, deadline)) {
@@ -203,6 +201,7 @@ impl Context {
         let walk = Walk {
             context: self.clone(),
             request,
+            tenant: caller.tenant,
             audience: audience.clone(),
             deadline,
             accepted_at,

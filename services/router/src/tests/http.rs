@@ -23,7 +23,7 @@ use super::{
 };
 use crate::{HttpBounds, admission::Limits};
 
-const IMAGES: &str = "/v1/images/generations";
+pub(super) const IMAGES: &str = "/v1/images/generations";
 const CHAT: &str = "/v1/chat/completions";
 /// Bound of a test that waits for one.
 const SHORT: Duration = Duration::from_millis(100);
@@ -58,7 +58,7 @@ async fn site(dit: Script) -> Site {
     site_with(Script::new([]), dit, limits, bounds).await
 }
 
-async fn send(address: SocketAddr, request: Request<Body>) -> Response<Incoming> {
+pub(super) async fn send(address: SocketAddr, request: Request<Body>) -> Response<Incoming> {
     let stream = bounded(TcpStream::connect(address)).await.unwrap();
     let handshake = hyper::client::conn::http1::handshake(TokioIo::new(stream));
     let (mut sender, connection) = bounded(handshake).await.unwrap();
@@ -66,7 +66,7 @@ async fn send(address: SocketAddr, request: Request<Body>) -> Response<Incoming>
     bounded(sender.send_request(request)).await.unwrap()
 }
 
-fn post(path: &str, body: impl Into<Body>) -> Request<Body> {
+pub(super) fn post(path: &str, body: impl Into<Body>) -> Request<Body> {
     let request = Request::post(path).header("host", "test");
     let request = request.header(CONTENT_TYPE, "application/json");
     request.body(body.into()).unwrap()
@@ -77,7 +77,7 @@ async fn text(response: Response<Incoming>) -> String {
     String::from_utf8(body.unwrap().to_vec()).unwrap()
 }
 
-async fn answer(response: Response<Incoming>) -> Value {
+pub(super) async fn answer(response: Response<Incoming>) -> Value {
     serde_json::from_str(&text(response).await).unwrap()
 }
 
@@ -97,7 +97,7 @@ impl Site {
     }
 }
 
-fn wish() -> Value {
+pub(super) fn wish() -> Value {
     json!({ "model": "tiny", "prompt": "a red fox", "steps": 3, "seed": 7 })
 }
 

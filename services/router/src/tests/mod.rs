@@ -3,6 +3,7 @@ mod ends;
 mod fake;
 mod http;
 mod joined;
+mod keys;
 mod leases;
 mod loss;
 mod operate;

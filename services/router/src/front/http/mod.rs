@@ -22,9 +22,9 @@ use axum::{
     extract::{Request, State},
     http::{
         HeaderValue, StatusCode,
-        header::{CACHE_CONTROL, CONTENT_TYPE},
+        header::{AUTHORIZATION, CACHE_CONTROL, CONTENT_TYPE},
     },
-    middleware::{Next, from_fn},
+    middleware::{Next, from_fn, from_fn_with_state},
     response::{IntoResponse as _, Response},
     routing::{get, post},
 };
@@ -32,7 +32,10 @@ use base::{
     Code, Failure, RequestId,
     clock::{self, Clock as _, SystemClock},
 };
-use proto::v1::{Done, Image, generate_response::Event, input_image::Source};
+use proto::{
+    access::Peer,
+    v1::{Done, Image, generate_response::Event, input_image::Source},
+};
 use telemetry::names;
 use tokio::sync::{Semaphore, mpsc};
 
@@ -54,6 +57,9 @@ use crate::dispatch::Answer;
 /// Says, in requests of a browser, whose page it acts for. A page of another site could not read an
 /// answer, but with a form it could make a server work that listens on the user's machine alone.
 const FETCH_SITE: &str = "sec-fetch-site";
+
+/// Path of the API's own document.
+const DOCUMENT: &str = "/openapi.json";
 
 /// Bounds of what a client may make this port wait for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -110,7 +116,7 @@ pub(crate) fn routes(context: Arc<Context>, bounds: &HttpBounds) -> Router {
         .route("/v1/chat/completions", post(chat_completions))
         .route("/v1/models", get(models::list))
         .route("/v1/models/{model}", get(models::retrieve))
-        .route("/openapi.json", get(|| async { Json(openapi()) }))
+        .route(DOCUMENT, get(|| async { Json(openapi()) }))
         .fallback(|| async { HttpError::from(Failure::new(Code::NotFound, "no such path")) })
         .method_not_allowed_fallback(|| async {
             let status = StatusCode::METHOD_NOT_ALLOWED;
@@ -119,6 +125,7 @@ pub(crate) fn routes(context: Arc<Context>, bounds: &HttpBounds) -> Router {
                 "this path takes another method, see the allow header",
             )
         })
+        .layer(from_fn_with_state(desk.clone(), authenticate))
         .layer(from_fn(identify))
         .with_state(desk)
 }
@@ -153,8 +160,26 @@ async fn identify(mut request: Request, next: Next) -> Response {
     response
 }
 
+/// Finds out who is asking. The document of the API is for everybody.
+async fn authenticate(
+    State(desk): State<Desk>,
+    mut request: Request,
+    next: Next,
+) -> Result<Response, HttpError> {
+    if request.uri().path() != DOCUMENT {
+        let header = request.headers().get(AUTHORIZATION);
+        let peer = request.extensions().get::<Peer>();
+        let context = &desk.0.context;
+        let caller = context.caller(header.map(HeaderValue::as_bytes), peer);
+        let caller = caller.map_err(|error| desk.counted(error.into()))?;
+        request.extensions_mut().insert(caller);
+    }
+    Ok(next.run(request).await)
+}
+
 async fn generations(
     State(desk): State<Desk>,
+    Extension(caller): Extension<Caller>,
     Extension(id): Extension<RequestId>,
     request: Request,
 ) -> Result<Response, HttpError> {
@@ -164,11 +189,12 @@ async fn generations(
         Ok(Order::new(fields, &id, said)?)
     };
     let order = order.await.map_err(|error| desk.counted(error))?;
-    desk.serve(order, Dialect::Images).await
+    desk.serve(caller, order, Dialect::Images).await
 }
 
 async fn chat_completions(
     State(desk): State<Desk>,
+    Extension(caller): Extension<Caller>,
     Extension(id): Extension<RequestId>,
     request: Request,
 ) -> Result<Response, HttpError> {
@@ -185,11 +211,12 @@ async fn chat_completions(
         Ok(Order::new(fields, &id, Said { text_only, ..said })?)
     };
     let order = order.await.map_err(|error| desk.counted(error))?;
-    desk.serve(order, Dialect::Chat).await
+    desk.serve(caller, order, Dialect::Chat).await
 }
 
 async fn edits(
     State(desk): State<Desk>,
+    Extension(caller): Extension<Caller>,
     Extension(id): Extension<RequestId>,
     request: Request,
 ) -> Result<Response, HttpError> {
@@ -201,7 +228,7 @@ async fn edits(
         Ok(Order::new(fields, &id, Said { images, ..said })?)
     };
     let order = order.await.map_err(|error| desk.counted(error))?;
-    desk.serve(order, Dialect::Images).await
+    desk.serve(caller, order, Dialect::Images).await
 }
 
 fn said(fields: &mut Fields) -> Said {
@@ -253,14 +280,19 @@ impl Desk {
         error
     }
 
-    async fn serve(&self, order: Order, dialect: Dialect) -> Result<Response, HttpError> {
+    async fn serve(
+        &self,
+        caller: Caller,
+        order: Order,
+        dialect: Dialect,
+    ) -> Result<Response, HttpError> {
         let Order {
             request,
             deadline,
             output,
             stream,
         } = order;
-        let accepted = Box::pin(self.0.context.accept(Caller::default(), request, deadline)).await;
+        let accepted = Box::pin(self.0.context.accept(caller, request, deadline)).await;
         let mut answers = accepted?;
         let Some(Event::Accepted(accepted)) = next(&mut answers).await? else {
             return Err(Failure::new(Code::Internal, "the request did not begin").into());
