@@ -6,8 +6,7 @@ use proto::v1::{
     Accepted, CancelRequest, CancelResponse, CordonRequest, CordonResponse, Done, DrainRequest,
     DrainResponse, GenerateRequest, GenerateResponse, GetRequest, GetResponse, GetVersionRequest,
     GetVersionResponse, Image, ListMembersRequest, ListMembersResponse, ListRequestsRequest,
-    ListRequestsResponse, Load, Member, MemberState, Queued, RequestRecord, Role, StepDone,
-    Timings, WatchEventsRequest, WatchEventsResponse,
+    ListRequestsResponse, Queued, StepDone, Timings, WatchEventsRequest, WatchEventsResponse,
     admin_service_server::{AdminService, AdminServiceServer},
     generate_response::Event,
     get_response::State,
@@ -16,6 +15,8 @@ use proto::v1::{
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
+
+use crate::scene;
 
 /// The bytes the fake calls a PNG; omnictl must write exactly these.
 pub(crate) const PNG: &[u8] = b"\x89PNG\r\n\x1a\nnot really a picture";
@@ -215,22 +216,11 @@ impl AdminService for Service {
         &self,
         _: Request<ListMembersRequest>,
     ) -> Result<Response<ListMembersResponse>, Status> {
-        let member = Member {
-            id: "m1".to_owned(),
-            role: Role::DitWorker.into(),
-            state: MemberState::Ready.into(),
-            endpoint: "http://127.0.0.1:1".to_owned(),
-            load: Some(Load {
-                running: 2,
-                queued: 1,
-                capacity: 4,
-                ..Load::default()
-            }),
-            ..Default::default()
-        };
         Ok(Response::new(ListMembersResponse {
-            members: vec![member],
+            members: scene::members(),
             epoch: 3,
+            plans: vec![scene::plan()],
+            following: true,
             ..Default::default()
         }))
     }
@@ -262,24 +252,44 @@ impl AdminService for Service {
 
     async fn list_requests(
         &self,
-        _: Request<ListRequestsRequest>,
+        request: Request<ListRequestsRequest>,
     ) -> Result<Response<ListRequestsResponse>, Status> {
-        let record = RequestRecord {
-            request_id: "r1".to_owned(),
-            ..RequestRecord::default()
-        };
-        Ok(Response::new(ListRequestsResponse {
-            requests: vec![record],
-        }))
+        let ask = request.into_inner();
+        let mut requests = scene::records();
+        for id in &ask.request_ids {
+            if !requests.iter().any(|record| record.request_id == *id) {
+                let unknown =
+                    Failure::new(Code::NotFound, format!("no request {id:?} is known here"));
+                return Err(proto::status::status(&unknown));
+            }
+        }
+        if !ask.request_ids.is_empty() {
+            requests.retain(|record| ask.request_ids.contains(&record.request_id));
+        }
+        if !ask.full {
+            for record in &mut requests {
+                record.placements.clear();
+                record.spans.clear();
+            }
+        }
+        Ok(Response::new(ListRequestsResponse { requests }))
     }
 
     type WatchEventsStream = ReceiverStream<Result<WatchEventsResponse, Status>>;
 
     async fn watch_events(
         &self,
-        _: Request<WatchEventsRequest>,
+        request: Request<WatchEventsRequest>,
     ) -> Result<Response<Self::WatchEventsStream>, Status> {
-        let (_, receiver) = mpsc::channel(1);
+        let after = request.into_inner().after;
+        let (sender, receiver) = mpsc::channel(8);
+        for event in scene::events()
+            .into_iter()
+            .filter(|event| event.number > after)
+        {
+            let told = WatchEventsResponse { event: Some(event) };
+            sender.try_send(Ok(told)).unwrap();
+        }
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
 }

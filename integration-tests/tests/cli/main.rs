@@ -4,7 +4,9 @@
 mod fake;
 mod offline;
 mod online;
+mod operate;
 mod plan;
+mod scene;
 
 use std::{
     path::{Path, PathBuf},
@@ -29,6 +31,7 @@ fn omnictl(arguments: &[&str]) -> Command {
     command
         .args(arguments)
         .env_remove("OMNI_ENDPOINT")
+        .env("OMNICTL_CONFIG", "/nonexistent/omnictl.toml")
         .kill_on_drop(true);
     command
         .stdin(Stdio::null())

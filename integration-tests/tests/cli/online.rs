@@ -224,12 +224,6 @@ async fn admin_commands_print_tables_and_json() {
         (&3.into(), &"ready".into())
     );
     assert!(run(&["version"]).await.stdout.contains("9.9.9"));
-    assert!(
-        run(&["get", "request", "r1"])
-            .await
-            .stdout
-            .contains("r1 denoise")
-    );
     let unknown = run(&["get", "request", "unknown"]).await;
     assert!(unknown.code == Some(1) && unknown.stderr.contains("NOT_FOUND"));
     assert!(run(&["cancel", "r1"]).await.stdout.contains("r1 cancelled"));
@@ -241,4 +235,18 @@ async fn admin_commands_print_tables_and_json() {
     );
     assert_eq!(run(&["drain", "m1"]).await.code, Some(0));
     assert_eq!(fake.seen.lock().unwrap().drained, ["m1"]);
+    assert!(
+        run(&["cordon", "m1", "m2"])
+            .await
+            .stdout
+            .contains("m2 cordoned")
+    );
+    assert_eq!(run(&["uncordon", "m1"]).await.code, Some(0));
+    let seen = fake.seen.lock().unwrap();
+    let cordons: Vec<_> = seen
+        .cordoned
+        .iter()
+        .map(|(id, set)| (id.as_str(), *set))
+        .collect();
+    assert_eq!(cordons, [("m1", true), ("m2", true), ("m1", false)]);
 }

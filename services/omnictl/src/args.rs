@@ -1,27 +1,40 @@
 //! The command line. Numbers are parsed wide: whether a value is legal is the server's to say, so
 //! that every client hears the same sentence.
-use std::path::PathBuf;
+use std::{ffi::OsString, path::PathBuf};
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 use proto::v1::{self, SizePolicy};
 
-use crate::kv::Kv;
-use crate::plan::PlanArgs;
-use crate::secure::Secure;
+use crate::{
+    admin::DrainArgs,
+    check::CheckArgs,
+    context::{ClusterArgs, ConfigCommand},
+    events::EventsArgs,
+    explain::ExplainArgs,
+    get::{DescribeArgs, GetArgs},
+    kv::Kv,
+    plan::PlanArgs,
+    secure::Secure,
+    top::TopArgs,
+};
 
-/// Where `omni up` listens unless told otherwise.
-pub(crate) const DEFAULT_ENDPOINT: &str = "http://127.0.0.1:7600";
+const EXIT_CODES: &str = "\
+Exit codes:
+  0   done
+  1   failed, or a check failed
+  2   bad command line
+  64  bad input or configuration; the message names the field
+  69  the server cannot be reached, or has nobody to do the work";
 
 /// Generate images with Omni and administer it.
 ///
-/// Exit codes: 0 done, 1 failed, 2 bad command line, 64 bad input, 69 server unavailable.
+/// Data goes to stdout, talk to stderr.
 #[derive(Debug, Parser)]
-#[command(name = "omnictl", version, max_term_width = 100)]
+#[command(name = "omnictl", version, max_term_width = 100, after_help = EXIT_CODES)]
 pub(crate) struct Cli {
-    /// Address of the router.
-    #[arg(long, global = true, env = "OMNI_ENDPOINT", default_value = DEFAULT_ENDPOINT)]
-    pub(crate) endpoint: String,
+    #[command(flatten)]
+    pub(crate) cluster: ClusterArgs,
     #[command(flatten)]
     pub(crate) secure: Secure,
     #[command(subcommand)]
@@ -32,24 +45,56 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Turn a prompt into a PNG.
     Generate(GenerateArgs),
-    /// Show members or a request.
-    #[command(subcommand)]
-    Get(Get),
-    /// Ask a member to finish its work and leave.
-    Drain {
-        /// Member id, as `omnictl get members` shows it.
-        member: String,
-    },
-    /// Stop a request at its next step.
+    /// Change a picture as a prompt says.
+    Edit(EditArgs),
+    /// List members, pools, requests, prefixes or plans.
+    Get(GetArgs),
+    /// Show everything about one of them, and what has happened to it.
+    Describe(DescribeArgs),
+    /// Show the cluster at a glance, again and again.
+    Top(TopArgs),
+    /// Show what has happened in the cluster.
+    Events(EventsArgs),
+    /// Show why a request went where it went, and where its time went.
+    Explain(ExplainArgs),
+    /// Show the time of a request as a tree.
+    Trace(ExplainArgs),
+    /// Stop requests at their next step.
     Cancel {
-        /// Request id.
-        id: String,
+        /// Request ids.
+        #[arg(required = true)]
+        ids: Vec<String>,
     },
+    /// Keep new work from members; what they have goes on.
+    Cordon {
+        /// Member ids, as `omnictl get members` shows them.
+        #[arg(required = true)]
+        members: Vec<String>,
+    },
+    /// Let members have new work again.
+    Uncordon {
+        /// Member ids.
+        #[arg(required = true)]
+        members: Vec<String>,
+    },
+    /// Ask a member to finish its work and leave.
+    Drain(DrainArgs),
     /// Look at the pools of prefixes and their cache.
     #[command(subcommand)]
     Kv(Kv),
+    /// Check this machine and the cluster; exits 1 when something is not as it must be.
+    Check(CheckArgs),
     /// Show which ways of spreading a model over GPUs fit, and what they would cost.
     Plan(PlanArgs),
+    /// Let a policy decide about a trace of requests; this is `omni simulate`.
+    #[command(disable_help_flag = true)]
+    Simulate(Passed),
+    /// Measure this machine; this is `omni bench`.
+    #[command(disable_help_flag = true)]
+    Bench(Passed),
+    /// Say which cluster commands are for.
+    #[command(subcommand)]
+    Config(ConfigCommand),
     /// Show the version of this program and of the server.
     Version {
         /// Do not ask the server.
@@ -60,22 +105,23 @@ pub(crate) enum Command {
     },
     /// Print a completion script.
     Completions { shell: Shell },
+    /// Print the manual page, or write that of every command.
+    Man {
+        /// Directory for one file a command.
+        #[arg(long, value_name = "DIR")]
+        dir: Option<PathBuf>,
+    },
 }
 
-#[derive(Debug, Subcommand)]
-pub(crate) enum Get {
-    /// Who is alive.
-    Members {
-        #[arg(short, long, value_enum, default_value_t = Output::Table)]
-        output: Output,
-    },
-    /// Where a request stands.
-    Request {
-        /// Request id.
-        id: String,
-        #[arg(short, long, value_enum, default_value_t = Output::Table)]
-        output: Output,
-    },
+/// Everything after the command goes to the other program as it is.
+#[derive(Debug, Args)]
+pub(crate) struct Passed {
+    #[arg(
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        value_name = "ARGUMENTS"
+    )]
+    pub(crate) arguments: Vec<OsString>,
 }
 
 /// How data is printed.
@@ -83,6 +129,23 @@ pub(crate) enum Get {
 pub(crate) enum Output {
     Table,
     Json,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct EditArgs {
+    /// The picture to change, PNG, JPEG, WebP or GIF.
+    pub(crate) picture: PathBuf,
+    #[command(flatten)]
+    pub(crate) rest: GenerateArgs,
+}
+
+impl EditArgs {
+    /// The same wish as one of `generate`.
+    pub(crate) fn into_generate(self) -> GenerateArgs {
+        let mut args = self.rest;
+        args.image.insert(0, self.picture);
+        args
+    }
 }
 
 #[derive(Debug, Args)]
@@ -120,7 +183,7 @@ pub(crate) struct GenerateArgs {
     /// Model name. Default: the one served.
     #[arg(long, default_value = "", hide_default_value = true)]
     pub(crate) model: String,
-    /// Request id, for `omnictl get request` and safe retries. Default: a fresh one.
+    /// Request id, for `omnictl explain` and safe retries. Default: a fresh one.
     #[arg(long)]
     pub(crate) request_id: Option<String>,
     /// Give up after this many seconds. Default: 600.
@@ -202,6 +265,44 @@ mod tests {
         let args = generate(&[]);
         assert_eq!((args.steps, args.seed, args.guidance), (None, None, None));
         assert!(args.size.is_empty() && args.template.is_empty());
+    }
+
+    #[test]
+    fn an_edit_is_a_generation_from_the_picture_it_names_first() {
+        let words = [
+            "omnictl",
+            "edit",
+            "boat.png",
+            "make it blue",
+            "--image",
+            "sea.png",
+        ];
+        let Command::Edit(args) = Cli::try_parse_from(words).unwrap().command else {
+            panic!("no edit");
+        };
+        let args = args.into_generate();
+        assert_eq!(args.prompt, "make it blue");
+        assert_eq!(
+            args.image,
+            [PathBuf::from("boat.png"), PathBuf::from("sea.png")]
+        );
+    }
+
+    #[test]
+    fn what_is_passed_on_is_passed_as_it_is() {
+        let words = [
+            "omnictl",
+            "bench",
+            "denoise",
+            "--help",
+            "-x",
+            "--endpoint",
+            "y",
+        ];
+        let Command::Bench(passed) = Cli::try_parse_from(words).unwrap().command else {
+            panic!("no bench");
+        };
+        assert_eq!(passed.arguments.len(), 5);
     }
 
     #[test]

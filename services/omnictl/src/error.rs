@@ -18,6 +18,16 @@ pub(crate) enum CliError {
         what: &'static str,
         source: io::Error,
     },
+    /// Another program was to do the work.
+    #[error("cannot run {}: {source}; {variable} names another one", program.display())]
+    Program {
+        program: PathBuf,
+        variable: &'static str,
+        source: io::Error,
+    },
+    /// Something is not as it must be; the lines before say what.
+    #[error("{0} of the checks failed")]
+    Checks(usize),
     /// Ctrl-C.
     #[error("interrupted: {0}")]
     Interrupted(&'static str),
@@ -28,7 +38,10 @@ impl CliError {
         match self {
             CliError::Server(failure) => failure.code.exit_code(),
             CliError::Output { .. } => code::EXIT_CONFIG,
-            CliError::Io { .. } | CliError::Interrupted(_) => code::EXIT_FAILURE,
+            CliError::Program { .. } => code::EXIT_UNAVAILABLE,
+            CliError::Io { .. } | CliError::Interrupted(_) | CliError::Checks(_) => {
+                code::EXIT_FAILURE
+            }
         }
     }
 }

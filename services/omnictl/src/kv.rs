@@ -8,6 +8,7 @@ use proto::v1::{
     kv_transfer_service_client::KvTransferServiceClient, list_slots_response::Slot,
 };
 use serde::Serialize;
+use serde_json::json;
 use tonic::transport::Channel;
 
 use crate::{args::Output, error::CliError, text::Console};
@@ -119,6 +120,21 @@ async fn one(endpoint: &str, named: Option<String>) -> Result<(String, Stub), Cl
 
 async fn listed(stub: &mut Stub) -> Result<ListSlotsResponse, CliError> {
     Ok(stub.list(control(ListSlotsRequest {})).await?.into_inner())
+}
+
+/// Every pool that the router knows, as `omnictl kv ls` prints it.
+pub(crate) async fn pools(endpoint: &str) -> Result<Vec<serde_json::Value>, CliError> {
+    let mut pools = vec![];
+    for service in services(endpoint, None).await? {
+        let mut stub = Stub::new(proto::channel::connect(&service).await?);
+        let mut pool = json!(PoolView::new(service, listed(&mut stub).await?));
+        for slot in pool["slots"].as_array_mut().into_iter().flatten() {
+            let is = |key: &str| slot[key].as_bool().unwrap_or_default();
+            slot["cache"] = json!(cache(is("cached"), is("pinned")));
+        }
+        pools.push(pool);
+    }
+    Ok(pools)
 }
 
 async fn list(
@@ -272,6 +288,14 @@ impl PoolView {
     }
 }
 
+fn cache(cached: bool, pinned: bool) -> &'static str {
+    match (cached, pinned) {
+        (_, true) => "pinned",
+        (true, false) => "cached",
+        (false, false) => "-",
+    }
+}
+
 /// A slot as it is printed.
 #[derive(Debug, Serialize)]
 struct SlotView {
@@ -324,11 +348,7 @@ impl SlotView {
     }
 
     fn cache(&self) -> &'static str {
-        match (self.cached, self.pinned) {
-            (_, true) => "pinned",
-            (true, false) => "cached",
-            (false, false) => "-",
-        }
+        cache(self.cached, self.pinned)
     }
 
     fn text(&self) -> String {

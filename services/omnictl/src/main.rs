@@ -4,21 +4,31 @@
 
 mod admin;
 mod args;
+mod check;
+mod context;
+mod delegate;
 mod error;
+mod events;
+mod explain;
 mod generate;
+mod get;
 mod kv;
+mod man;
 mod output;
 mod plan;
 mod progress;
 mod requests;
+mod resource;
 mod secure;
 mod text;
+mod top;
+mod yaml;
 
 use std::process::ExitCode;
 
 use clap::{CommandFactory as _, Parser as _};
 
-use args::{Cli, Command, Get};
+use args::{Cli, Command};
 use error::CliError;
 use text::Console;
 
@@ -44,15 +54,22 @@ fn main() -> ExitCode {
 }
 
 fn run(cli: Cli, console: &Console) -> Result<(), CliError> {
-    if let Command::Completions { shell } = cli.command {
-        let mut script = Vec::new();
-        clap_complete::generate(shell, &mut Cli::command(), "omnictl", &mut script);
-        return console.raw(&script);
-    }
-    if let Command::Plan(args) = &cli.command {
-        return plan::run(args, console);
-    }
+    // What needs neither server nor runtime.
+    let command = match cli.command {
+        Command::Completions { shell } => {
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "omnictl", &mut script);
+            return console.raw(&script);
+        }
+        Command::Man { dir } => return man::run(dir.as_deref(), console),
+        Command::Plan(args) => return plan::run(&args, console),
+        Command::Simulate(passed) => return Err(delegate::run("simulate", &passed.arguments)),
+        Command::Bench(passed) => return Err(delegate::run("bench", &passed.arguments)),
+        Command::Config(command) => return context::run(command, console),
+        command => command,
+    };
     cli.secure.install()?;
+    let endpoint = cli.cluster.resolve();
     tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -60,23 +77,40 @@ fn run(cli: Cli, console: &Console) -> Result<(), CliError> {
             what: "start the runtime",
             source,
         })?
-        .block_on(dispatch(&cli.endpoint, cli.command, console))
+        .block_on(dispatch(endpoint, command, console))
 }
 
-async fn dispatch(endpoint: &str, command: Command, console: &Console) -> Result<(), CliError> {
+async fn dispatch(
+    endpoint: Result<String, CliError>,
+    command: Command,
+    console: &Console,
+) -> Result<(), CliError> {
+    if let Command::Version { client, output } = command {
+        return admin::version(endpoint, client, output, console).await;
+    }
+    let endpoint = &endpoint?;
     match command {
         Command::Generate(args) => generate::run(endpoint, &args, console).await,
-        Command::Cancel { id } => requests::cancel(endpoint, id, console).await,
-        Command::Get(Get::Request { id, output }) => {
-            requests::show(endpoint, id, output, console).await
-        }
-        Command::Get(Get::Members { output }) => admin::members(endpoint, output, console).await,
+        Command::Edit(args) => generate::run(endpoint, &args.into_generate(), console).await,
+        Command::Get(args) => get::get(endpoint, args, console).await,
+        Command::Describe(args) => get::describe(endpoint, args, console).await,
+        Command::Top(args) => top::run(endpoint, args, console).await,
+        Command::Events(args) => events::run(endpoint, args, console).await,
+        Command::Explain(args) => explain::explain(endpoint, args, console).await,
+        Command::Trace(args) => explain::trace(endpoint, args, console).await,
+        Command::Cancel { ids } => requests::cancel(endpoint, ids, console).await,
+        Command::Cordon { members } => admin::cordon(endpoint, members, true, console).await,
+        Command::Uncordon { members } => admin::cordon(endpoint, members, false, console).await,
+        Command::Drain(args) => admin::drain(endpoint, args, console).await,
         Command::Kv(kv) => kv::run(endpoint, kv, console).await,
-        Command::Drain { member } => admin::drain(endpoint, member, console).await,
-        Command::Version { client, output } => {
-            admin::version(endpoint, client, output, console).await
-        }
-        // Answered before the runtime starts.
-        Command::Completions { .. } | Command::Plan(_) => Ok(()),
+        Command::Check(args) => check::run(endpoint, args, console).await,
+        // Answered before.
+        Command::Version { .. }
+        | Command::Completions { .. }
+        | Command::Man { .. }
+        | Command::Plan(_)
+        | Command::Simulate(_)
+        | Command::Bench(_)
+        | Command::Config(_) => Ok(()),
     }
 }

@@ -50,6 +50,14 @@ impl Console {
         }
     }
 
+    /// One line of talk, on stderr.
+    #[allow(clippy::unnecessary_wraps)] // as its neighbours
+    pub(crate) fn talk(&self, text: &str) -> Result<(), CliError> {
+        // Nobody is left to tell when stderr is gone.
+        let _ = writeln!(io::stderr().lock(), "{text}");
+        Ok(())
+    }
+
     /// The error line that ends a command.
     pub(crate) fn error(&self, error: &CliError) {
         let label = if self.colour {
