@@ -8,4 +8,5 @@ source deploy/lib.sh
 find_cargo
 CUDA_HOME=$(bash deploy/cuda/toolkit.sh)
 export CUDA_HOME
-cargo clippy --locked -p kernels -p model -p omni --features kernels/cuda,model/cuda,omni/cuda --all-targets -- -D warnings
+cargo clippy --locked -p kernels -p model -p stage -p dit-worker -p ar-stage -p omni \
+    --features kernels/cuda,model/cuda,stage/cuda,dit-worker/cuda,ar-stage/cuda,omni/cuda --all-targets -- -D warnings

@@ -80,6 +80,9 @@ startupProbe:
 {{- end }}
 {{- $_ := set $settings "kv_transfer" $url }}
 {{- end }}
+{{- if gt (int $pool.gpus) 0 }}
+{{- $_ := set $settings "device" "cuda" }}
+{{- end }}
 {{- range $key, $value := $pool.settings }}
 {{- $_ := set $settings $key $value }}
 {{- end }}

@@ -142,6 +142,8 @@ pub(crate) struct Batch {
     ranks: Arc<Ranks>,
     jobs: Vec<Job>,
     pass_tokens: usize,
+    /// Tokens for which there is room in caches.
+    held_tokens: usize,
 }
 
 /// What one row does in a pass.
@@ -157,10 +159,15 @@ type Passed = (usize, Result<Option<Vec<f32>>, StageError>);
 
 impl Batch {
     pub(crate) fn new(ranks: Arc<Ranks>) -> Self {
+        #[cfg(feature = "cuda")]
+        let room = ranks.gpus().map(stage::GpuRanks::tokens);
+        #[cfg(not(feature = "cuda"))]
+        let room: Option<usize> = None;
         Self {
             ranks,
             jobs: Vec::new(),
             pass_tokens: PASS_TOKENS,
+            held_tokens: room.map_or(MAX_HELD_TOKENS, |room| room.min(MAX_HELD_TOKENS)),
         }
     }
 
@@ -189,7 +196,7 @@ impl Batch {
     pub(crate) fn has_room_for(&self, run: &Run) -> bool {
         let held: usize = self.jobs.iter().map(|job| job.run.capacity()).sum();
         self.is_empty()
-            || (self.jobs.len() < MAX_RUNNING && held + run.capacity() <= MAX_HELD_TOKENS)
+            || (self.jobs.len() < MAX_RUNNING && held + run.capacity() <= self.held_tokens)
     }
 
     pub(crate) fn add(&mut self, job: Job) {
@@ -310,11 +317,15 @@ fn run(ranks: &Ranks, parts: &mut [Part<'_>]) -> Result<Vec<Option<Vec<f32>>>, S
     if parts.is_empty() {
         return Ok(Vec::new());
     }
+    #[cfg(feature = "cuda")]
+    if let Some(gpus) = ranks.gpus() {
+        return run_on_gpu(gpus, parts);
+    }
     let count = ranks.models().len();
     let mut by_rank: Vec<Vec<Advance<'_>>> = (0..count).map(|_| Vec::new()).collect();
     for part in parts {
         let Row { grow, caches } = &mut *part.row;
-        for (rows, cache) in by_rank.iter_mut().zip(caches) {
+        for (rows, cache) in by_rank.iter_mut().zip(caches.on_host()) {
             rows.push(Advance {
                 row: grow,
                 to: part.to,
@@ -328,6 +339,29 @@ fn run(ranks: &Ranks, parts: &mut [Part<'_>]) -> Result<Vec<Option<Vec<f32>>>, S
             model.advance_rows(ctx, &mut rows)
         };
     let mut logits = ranks.run(by_rank, advance)?;
+    Ok(logits.swap_remove(0))
+}
+
+/// The same on the one GPU that has the rows.
+#[cfg(feature = "cuda")]
+fn run_on_gpu(
+    gpus: &stage::GpuRanks,
+    parts: &mut [Part<'_>],
+) -> Result<Vec<Option<Vec<f32>>>, StageError> {
+    let advances = parts.iter_mut().filter_map(|part| {
+        let Row { grow, caches } = &mut *part.row;
+        match caches {
+            crate::row::Caches::Device(cache) => Some(model::gpu::GpuAdvance {
+                row: grow,
+                to: part.to,
+                logits: part.logits,
+                cache,
+            }),
+            crate::row::Caches::Host(_) => None,
+        }
+    });
+    let rows = vec![advances.collect::<Vec<_>>()];
+    let mut logits = gpus.run(rows, |model, mut rows| model.advance_rows(&mut rows))?;
     Ok(logits.swap_remove(0))
 }
 

@@ -20,7 +20,7 @@ use std::{path::PathBuf, sync::Arc};
 
 use base::Shutdown;
 use kv_transfer::{ClientConfig, KvClient};
-use stage::{HostConfig, StageError, host};
+use stage::{Device, HostConfig, StageError, host};
 use telemetry::Metrics;
 
 pub use service::ArStage;
@@ -32,6 +32,8 @@ pub struct ArStageConfig {
     pub model: PathBuf,
     /// How the model is spread over the ranks of this stage.
     pub plan: parallel::Plan,
+    /// What they compute on.
+    pub device: Device,
     /// KV-transfer service of this node, `http://HOST:PORT`.
     pub kv_transfer: String,
     /// Its client side.
@@ -39,6 +41,76 @@ pub struct ArStageConfig {
     /// Requests that may wait for the model.
     pub max_queue: usize,
 }
+
+/// What the GPUs of a stage load.
+#[cfg(feature = "cuda")]
+pub(crate) type OnGpus = stage::GpuLoad;
+/// Never there in this build.
+#[cfg(not(feature = "cuda"))]
+pub(crate) type OnGpus = std::convert::Infallible;
+
+impl ArStageConfig {
+    /// Whether the device is there and the model fits it, as far as that can be said without loading.
+    ///
+    /// # Errors
+    /// `Config` naming the setting at fault.
+    pub fn check(&self) -> Result<(), StageError> {
+        self.device.check(&self.plan)?;
+        match self.on_gpus()? {
+            #[cfg(feature = "cuda")]
+            Some(load) => load.check(),
+            _ => Ok(()),
+        }
+    }
+
+    /// What the GPUs load, where the stage has any.
+    pub(crate) fn on_gpus(&self) -> Result<Option<OnGpus>, StageError> {
+        let Device::Cuda(settings) = &self.device else {
+            return Ok(None);
+        };
+        if self.plan != parallel::Plan::default() {
+            let message = format!("{}: text is written on one GPU", self.plan);
+            return Err(StageError::config("plan", message));
+        }
+        self.gpu_load(settings)
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn gpu_load(&self, _: &stage::GpuSettings) -> Result<Option<OnGpus>, StageError> {
+        self.device.check(&self.plan).map(|()| None)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn gpu_load(&self, settings: &stage::GpuSettings) -> Result<Option<OnGpus>, StageError> {
+        let config = model::ModelConfig::from_dir(&self.model)?;
+        let buckets = model::model::resolution_group(&config)?;
+        let cell = config.pixels_per_token();
+        let area = |bucket: &model::Bucket| {
+            let (height, width) = bucket.grid(cell);
+            height * width
+        };
+        let largest = buckets.buckets().iter().map(area).max().unwrap_or(0);
+        // A shown picture is computed in one piece: its own tokens, and those of the vision transformer.
+        let shown = largest + config.vit_processor.max_num_patches + AROUND_PICTURE;
+        Ok(Some(stage::GpuLoad {
+            dir: self.model.clone(),
+            plan: self.plan,
+            settings: settings.clone(),
+            text: true,
+            max_tokens: batch::PASS_TOKENS.max(shown) + batch::MAX_RUNNING,
+            kv_tokens: batch::MAX_HELD_TOKENS,
+            max_rows: 2 * batch::MAX_RUNNING,
+            vae: model::gpu::GpuVaeParts {
+                decoder: false,
+                encoder: true,
+            },
+        }))
+    }
+}
+
+/// Special tokens around a shown picture, at most.
+#[cfg(feature = "cuda")]
+const AROUND_PICTURE: usize = 16;
 
 /// Runs an AR stage until `shutdown`, a drain or a failure.
 ///

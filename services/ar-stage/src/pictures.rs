@@ -2,7 +2,7 @@
 use base::Failure;
 use ingest::Limits;
 use model::{
-    Bucket, Latents, Model, RgbImage,
+    Bucket, Latents, RgbImage,
     cond::{CondFeatures, CondPixels},
     layout::CondImageGrid,
     noise,
@@ -10,7 +10,7 @@ use model::{
     vit::Patches,
 };
 use parallel::RankContext;
-use stage::StageError;
+use stage::{Ranks, StageError};
 
 /// Pictures of one request, in order.
 #[derive(Debug, Clone, Default)]
@@ -25,11 +25,12 @@ pub(crate) struct Pictures {
 /// Decodes and encodes the files. `seed` picks the posterior samples, one for each picture; `align` says that
 /// pictures are stretched to their buckets.
 pub(crate) fn encode(
-    model: &Model,
+    ranks: &Ranks,
     files: &[Vec<u8>],
     seed: u64,
     align: bool,
 ) -> Result<Pictures, StageError> {
+    let model = ranks.first();
     let config = model.config();
     let fit = if align { Fit::Stretch } else { Fit::Cover };
     let mut pictures = Pictures::default();
@@ -58,11 +59,27 @@ pub(crate) fn encode(
             },
         };
         let noise = Latents::new(channels, h, w, noise)?;
-        let features = model.encode_cond_image(&RankContext::single(), pixels, &noise)?;
+        let features = features(ranks, pixels, &noise)?;
         pictures.grids.push(grid);
         pictures.sizes.push((image.height, image.width));
         pictures.features.push(features);
         pictures.buckets.push(picture.vae.bucket);
     }
     Ok(pictures)
+}
+
+/// What a picture puts into a sequence. Beside GPUs the vision transformer and the ends of the encoder run on the
+/// processor.
+fn features(
+    ranks: &Ranks,
+    pixels: CondPixels<'_>,
+    noise: &Latents,
+) -> Result<CondFeatures, StageError> {
+    let (model, alone) = (ranks.first(), RankContext::single());
+    #[cfg(feature = "cuda")]
+    if let Some(gpus) = ranks.gpus() {
+        let latents = model.vae().sample(&gpus.encode(pixels.vae)?, noise)?;
+        return Ok(model.cond_features(&alone, &latents, pixels.patches)?);
+    }
+    Ok(model.encode_cond_image(&alone, pixels, noise)?)
 }

@@ -1,4 +1,6 @@
 //! A row of a request and what each rank has computed of it.
+#[cfg(feature = "cuda")]
+use model::gpu::GpuCache;
 use model::{GrowingRow, KvCache, ModelError, PrefixKv, RankShard};
 use stage::{Ranks, StageError};
 
@@ -6,7 +8,39 @@ use stage::{Ranks, StageError};
 #[derive(Debug)]
 pub(crate) struct Row {
     pub(crate) grow: GrowingRow,
-    pub(crate) caches: Vec<KvCache>,
+    pub(crate) caches: Caches,
+}
+
+/// Keys and values of a row, where they are computed.
+#[derive(Debug)]
+pub(crate) enum Caches {
+    /// In the order of ranks.
+    Host(Vec<KvCache>),
+    #[cfg(feature = "cuda")]
+    Device(Box<GpuCache>),
+}
+
+impl Caches {
+    /// Those of ranks on the processor.
+    pub(crate) fn on_host(&mut self) -> &mut [KvCache] {
+        match self {
+            Self::Host(caches) => caches,
+            #[cfg(feature = "cuda")]
+            Self::Device(_) => &mut [],
+        }
+    }
+
+    /// The first rank's caches as tokens and room.
+    fn size(&self) -> (usize, usize) {
+        match self {
+            Self::Host(caches) => {
+                let first = caches.first();
+                first.map_or((0, 0), |cache| (cache.len(), cache.capacity()))
+            }
+            #[cfg(feature = "cuda")]
+            Self::Device(cache) => (cache.len(), cache.capacity()),
+        }
+    }
 }
 
 impl Row {
@@ -16,10 +50,17 @@ impl Row {
         grow: GrowingRow,
         capacity: usize,
     ) -> Result<Self, StageError> {
+        #[cfg(feature = "cuda")]
+        if let Some(gpus) = ranks.gpus() {
+            let cache = gpus.run(vec![()], |model, ()| model.cache(capacity))?;
+            let caches = device(cache)?;
+            return Ok(Self { grow, caches });
+        }
         let caches = ranks.models().iter().map(|model| model.cache(capacity));
+        let caches = caches.collect::<Result<_, _>>()?;
         Ok(Self {
             grow,
-            caches: caches.collect::<Result<_, _>>()?,
+            caches: Caches::Host(caches),
         })
     }
 
@@ -30,17 +71,20 @@ impl Row {
         tokens: usize,
         capacity: usize,
     ) -> Result<Self, StageError> {
-        let caches = self.caches.iter();
-        let caches = caches.map(|cache| cache.branch(tokens, capacity));
-        Ok(Self {
-            grow,
-            caches: caches.collect::<Result<_, _>>()?,
-        })
+        let caches = match &self.caches {
+            Caches::Host(caches) => {
+                let caches = caches.iter().map(|cache| cache.branch(tokens, capacity));
+                Caches::Host(caches.collect::<Result<_, _>>()?)
+            }
+            #[cfg(feature = "cuda")]
+            Caches::Device(cache) => Caches::Device(Box::new(cache.branch(tokens, capacity)?)),
+        };
+        Ok(Self { grow, caches })
     }
 
     /// Tokens whose keys and values are there.
     pub(crate) fn held(&self) -> usize {
-        self.caches.first().map_or(0, KvCache::len)
+        self.caches.size().0
     }
 
     /// Tokens that are still to be computed.
@@ -50,18 +94,28 @@ impl Row {
 
     /// Tokens for which there is room.
     pub(crate) fn capacity(&self) -> usize {
-        self.caches.first().map_or(0, KvCache::capacity)
+        self.caches.size().1
     }
 
     /// Goes back to `tokens`; ranks that have fewer are left as they are.
     pub(crate) fn rewind(&mut self, tokens: usize) -> Result<(), ModelError> {
-        let mut behind = self.caches.iter_mut().filter(|cache| cache.len() > tokens);
-        behind.try_for_each(|cache| cache.truncate(tokens))
+        match &mut self.caches {
+            Caches::Host(caches) => {
+                let mut behind = caches.iter_mut().filter(|cache| cache.len() > tokens);
+                behind.try_for_each(|cache| cache.truncate(tokens))
+            }
+            #[cfg(feature = "cuda")]
+            Caches::Device(cache) => cache.truncate(tokens.min(cache.len())),
+        }
     }
 
     /// The whole row, from the parts of all ranks.
     pub(crate) fn into_prefix(self, ranks: &Ranks) -> Result<PrefixKv, StageError> {
-        let mut parts: Vec<PrefixKv> = self.caches.into_iter().map(KvCache::into_prefix).collect();
+        let mut parts: Vec<PrefixKv> = match self.caches {
+            Caches::Host(caches) => caches.into_iter().map(KvCache::into_prefix).collect(),
+            #[cfg(feature = "cuda")]
+            Caches::Device(cache) => return Ok(cache.into_prefix().download()?),
+        };
         if parts.len() == 1 {
             return Ok(parts.swap_remove(0));
         }
@@ -70,6 +124,14 @@ impl Row {
             models.map(|model| model.rank()).zip(&parts).collect();
         Ok(PrefixKv::whole_of(&ranks.info().kv, &shards)?)
     }
+}
+
+/// The cache of the one GPU that writes text.
+#[cfg(feature = "cuda")]
+fn device(made: Vec<GpuCache>) -> Result<Caches, StageError> {
+    let none = || ModelError::Internal("a row on no gpu".to_owned());
+    let cache = made.into_iter().next().ok_or_else(none)?;
+    Ok(Caches::Device(Box::new(cache)))
 }
 
 /// Whether ranks hold different tokens of a row: then it is computed in one piece, and cannot be cut.

@@ -219,7 +219,7 @@ impl ArStage {
     /// Decodes and encodes the pictures of a request, beside the thread that computes.
     async fn look_at(
         &self,
-        ranks: &Ranks,
+        ranks: &Arc<Ranks>,
         files: Vec<Vec<u8>>,
         (seed, align): (u64, bool),
     ) -> Result<Pictures, StageError> {
@@ -233,14 +233,14 @@ impl ArStage {
             );
             return Err(StageError::Other(Failure::invalid("images", reason)));
         }
-        let model = Arc::clone(ranks.first());
+        let ranks = Arc::clone(ranks);
         let stopped = StageError::EngineStopped { engine: "picture" };
         let Ok(_place) = self.looking.acquire().await else {
             return Err(stopped);
         };
         let start = clock::now();
         let work = move || {
-            stage::engine::guard("picture", || pictures::encode(&model, &files, seed, align))
+            stage::engine::guard("picture", || pictures::encode(&ranks, &files, seed, align))
         };
         let looked = self.gate.tasks().spawn_blocking(work).await;
         let pictures = looked.map_err(|_| stopped)???;
@@ -250,6 +250,26 @@ impl ArStage {
             clock::now().saturating_duration_since(start),
         );
         Ok(pictures)
+    }
+}
+
+/// The ranks of the stage, on whatever it computes on.
+fn opened(
+    dir: &std::path::Path,
+    load: RankLoad,
+    device: Option<crate::OnGpus>,
+) -> Result<Ranks, StageError> {
+    match device {
+        #[cfg(feature = "cuda")]
+        Some(gpus) => {
+            // The vision transformer computes beside the GPUs.
+            let host = Parts {
+                vit: true,
+                ..Parts::NONE
+            };
+            Ranks::on_gpus(&gpus, host)
+        }
+        _ => Ranks::open(dir, load),
     }
 }
 
@@ -280,6 +300,7 @@ impl Stage for ArStage {
 
     async fn load(&self) -> Result<v1::ModelInfo, StageError> {
         let (dir, plan) = (self.config.model.clone(), self.config.plan);
+        let device = self.config.on_gpus()?;
         let ranks = self
             .engine
             .run(move || {
@@ -290,7 +311,7 @@ impl Stage for ArStage {
                     balance: BalanceOptions::default(),
                     residency: model::Residency::All,
                 };
-                let ranks = Arc::new(Ranks::open(&dir, load)?);
+                let ranks = Arc::new(opened(&dir, load, device)?);
                 work::warm_up(&ranks)?;
                 Ok::<_, StageError>(ranks)
             })
@@ -320,6 +341,10 @@ impl Stage for ArStage {
             capacity: narrow(MAX_RUNNING),
             ..Load::default()
         };
+        #[cfg(feature = "cuda")]
+        if let Some(gpus) = self.ranks.get().and_then(|ranks| ranks.gpus()) {
+            gpus.report(&self.metrics, "ar-stage");
+        }
         self.metrics.set(
             &telemetry::names::STAGE_QUEUE,
             &["ar-stage"],

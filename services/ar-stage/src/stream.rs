@@ -86,7 +86,7 @@ impl Stream {
         row: &mut Row,
         tokens: usize,
     ) -> Result<(), StageError> {
-        for (model, cache) in ranks.models().iter().zip(&mut row.caches) {
+        for (model, cache) in ranks.models().iter().zip(row.caches.on_host()) {
             let shard = model.rank().kv_shard(tokens)?;
             let sink = RankSink {
                 first: shard.layers.start,

@@ -1,13 +1,18 @@
 //! The model behind the step loop.
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use base::clock;
 use model::{DenoiseJob, JobOptions, JobSpec, JobState, Latents, ModelError, PrefixKv};
-use parallel::{RankContext, eplb::LayerChange};
+use parallel::eplb::LayerChange;
 use stage::{Ranks, StageError};
 use telemetry::{Metrics, names};
 
-use crate::batch::{Denoiser, Weight};
+#[cfg(feature = "cuda")]
+use crate::device::{self, DeviceJob};
+use crate::{
+    batch::{Denoiser, Weight},
+    picture,
+};
 
 /// Side of the latents that the decoder warms up with.
 const WARM_UP_SIDE: usize = 2;
@@ -53,9 +58,28 @@ pub(crate) struct News {
 /// One picture in the making on all ranks of the worker.
 #[derive(Debug)]
 pub(crate) struct RankJob {
-    /// In the order of ranks; never empty.
-    parts: Vec<DenoiseJob>,
+    parts: Parts,
     news: NewsPlan,
+}
+
+/// Where it is made.
+#[derive(Debug)]
+enum Parts {
+    /// In the order of ranks; never empty.
+    Host(Vec<DenoiseJob>),
+    #[cfg(feature = "cuda")]
+    Device(Box<DeviceJob>),
+}
+
+impl Parts {
+    /// Those of ranks on the processor.
+    fn on_host(&mut self) -> &mut [DenoiseJob] {
+        match self {
+            Self::Host(parts) => parts,
+            #[cfg(feature = "cuda")]
+            Self::Device(_) => &mut [],
+        }
+    }
 }
 
 impl RankJob {
@@ -66,16 +90,23 @@ impl RankJob {
         options: &JobOptions,
         news: NewsPlan,
     ) -> Result<Self, StageError> {
+        let options = JobOptions {
+            forecast: news.previews > 0,
+            ..options.clone()
+        };
+        #[cfg(feature = "cuda")]
+        if let Some(gpus) = ranks.gpus() {
+            let job = DeviceJob::new(gpus, ranks.first().config(), spec, options)?;
+            let parts = Parts::Device(Box::new(job));
+            return Ok(Self { parts, news });
+        }
         let part = |model: &Arc<model::Model>| {
-            let options = JobOptions {
-                forecast: news.previews > 0,
-                ..options.clone()
-            };
-            DenoiseJob::with_options(model, spec.part_of(model.rank())?, options)
+            DenoiseJob::with_options(model, spec.part_of(model.rank())?, options.clone())
         };
         let parts = ranks.models().iter().map(part);
+        let parts = parts.collect::<Result<_, ModelError>>()?;
         Ok(Self {
-            parts: parts.collect::<Result<_, ModelError>>()?,
+            parts: Parts::Host(parts),
             news,
         })
     }
@@ -83,36 +114,114 @@ impl RankJob {
     /// One step of some jobs, packed, without a batch around it.
     pub(crate) fn step_together(ranks: &Ranks, jobs: &mut [Self]) -> Result<(), StageError> {
         let mut jobs: Vec<&mut Self> = jobs.iter_mut().collect();
-        let own = by_rank(ranks, &mut jobs);
-        let step = |model: &model::Model, ctx: &RankContext, mut own: Vec<&mut DenoiseJob>| {
-            model.denoise_step(ctx, &mut own)
-        };
-        ranks.run(own, step).map(drop)
+        step(ranks, &mut jobs).map(drop)
     }
 
     /// Where the job stands.
     pub(crate) fn state(&self) -> Result<JobState, StageError> {
-        Ok(self.first().state()?)
+        match &self.parts {
+            Parts::Host(parts) => Ok(parts[0].state()?),
+            #[cfg(feature = "cuda")]
+            Parts::Device(job) => Ok(job.state().clone()),
+        }
     }
 
     /// What the last step expects the finished latents to be: only the last pipeline stage knows.
     fn forecast(&self) -> Result<Option<Latents>, StageError> {
-        let known = self.parts.iter().rev().map(DenoiseJob::forecast);
-        Ok(known
-            .collect::<Result<Vec<_>, _>>()?
-            .into_iter()
-            .flatten()
-            .next())
-    }
-
-    fn first(&self) -> &DenoiseJob {
-        &self.parts[0]
+        match &self.parts {
+            Parts::Host(parts) => {
+                let known = parts.iter().rev().map(DenoiseJob::forecast);
+                let known = known.collect::<Result<Vec<_>, _>>()?;
+                Ok(known.into_iter().flatten().next())
+            }
+            #[cfg(feature = "cuda")]
+            Parts::Device(job) => Ok(job.forecast().cloned()),
+        }
     }
 
     /// The latents, from a rank that has them: the first pipeline stage always does.
     pub(crate) fn latents(&self) -> Result<Latents, StageError> {
-        Ok(self.first().latents()?)
+        match &self.parts {
+            Parts::Host(parts) => Ok(parts[0].latents()?),
+            #[cfg(feature = "cuda")]
+            Parts::Device(job) => Ok(job.state().latents.clone()),
+        }
     }
+
+    fn step(&self) -> usize {
+        match &self.parts {
+            Parts::Host(parts) => parts[0].step(),
+            #[cfg(feature = "cuda")]
+            Parts::Device(job) => job.step(),
+        }
+    }
+
+    fn steps(&self) -> usize {
+        match &self.parts {
+            Parts::Host(parts) => parts[0].steps(),
+            #[cfg(feature = "cuda")]
+            Parts::Device(job) => job.steps(),
+        }
+    }
+
+    fn rows(&self) -> usize {
+        match &self.parts {
+            Parts::Host(parts) => parts[0].rows(),
+            #[cfg(feature = "cuda")]
+            Parts::Device(job) => job.rows(),
+        }
+    }
+
+    fn tokens(&self) -> usize {
+        match &self.parts {
+            Parts::Host(parts) => parts[0].tokens(),
+            #[cfg(feature = "cuda")]
+            Parts::Device(job) => job.tokens(),
+        }
+    }
+
+    /// Slots of a step that hold no token; GPUs have none.
+    fn padding(&self) -> usize {
+        match &self.parts {
+            Parts::Host(parts) => parts[0].padding(),
+            #[cfg(feature = "cuda")]
+            Parts::Device(_) => 0,
+        }
+    }
+}
+
+/// What a step of all ranks came to.
+#[derive(Debug, Default)]
+struct Stepped {
+    /// Experts that moved, by rank.
+    changes: Vec<Vec<LayerChange>>,
+    /// Milliseconds on the first rank's GPU.
+    device_ms: Option<f64>,
+}
+
+/// One packed step on all ranks.
+fn step(ranks: &Ranks, jobs: &mut [&mut RankJob]) -> Result<Stepped, StageError> {
+    #[cfg(feature = "cuda")]
+    if let Some(gpus) = ranks.gpus() {
+        let own = jobs.iter_mut().filter_map(|job| match &mut job.parts {
+            Parts::Device(job) => Some(&mut **job),
+            Parts::Host(_) => None,
+        });
+        let device_ms = device::step(gpus, &mut own.collect::<Vec<_>>())?;
+        return Ok(Stepped {
+            device_ms: Some(device_ms),
+            ..Stepped::default()
+        });
+    }
+    let by_rank = by_rank(ranks, jobs);
+    let changes = ranks.run(by_rank, |model, ctx, mut own| {
+        model.denoise_step(ctx, &mut own)?;
+        model.rebalance(ctx)
+    })?;
+    Ok(Stepped {
+        changes,
+        ..Stepped::default()
+    })
 }
 
 /// Steps [`RankJob`]s.
@@ -156,15 +265,16 @@ impl Denoiser for ModelDenoiser {
 
     fn step(&self, jobs: &mut [&mut RankJob]) -> Result<(), StageError> {
         let start = clock::now();
-        let rows: usize = jobs.iter().map(|job| job.first().rows()).sum();
-        let tokens: usize = jobs.iter().map(|job| job.first().tokens()).sum();
-        let padding: usize = jobs.iter().map(|job| job.first().padding()).sum();
-        let by_rank = by_rank(&self.ranks, jobs);
-        let changes = self.ranks.run(by_rank, |model, ctx, mut own| {
-            model.denoise_step(ctx, &mut own)?;
-            model.rebalance(ctx)
-        })?;
-        self.report(&changes);
+        let rows: usize = jobs.iter().map(|job| job.rows()).sum();
+        let tokens: usize = jobs.iter().map(|job| job.tokens()).sum();
+        let padding: usize = jobs.iter().map(|job| job.padding()).sum();
+        let stepped = step(&self.ranks, jobs)?;
+        self.report(&stepped.changes);
+        if let Some(ms) = stepped.device_ms {
+            let elapsed = Duration::from_secs_f64(ms.max(0.0) / 1e3);
+            self.metrics
+                .observe(&names::GPU_STEP, &["dit-worker", "denoise"], elapsed);
+        }
         let elapsed = clock::now().saturating_duration_since(start);
         self.metrics
             .observe(&names::STAGE_STEP, &["dit-worker", "denoise"], elapsed);
@@ -178,16 +288,18 @@ impl Denoiser for ModelDenoiser {
     }
 
     fn steps_done(&self, job: &RankJob) -> usize {
-        job.first().step()
+        job.step()
     }
 
     fn is_done(&self, job: &RankJob) -> bool {
-        job.first().is_done()
+        job.step() >= job.steps()
     }
 
     fn check(&self, job: &RankJob) -> Result<(), StageError> {
-        let steps = job.first().step();
-        if job.parts.iter().any(|part| part.step() != steps) {
+        let steps = job.step();
+        if let Parts::Host(parts) = &job.parts
+            && parts.iter().any(|part| part.step() != steps)
+        {
             let message = "the ranks of a job are at different steps".to_owned();
             return Err(ModelError::Internal(message).into());
         }
@@ -199,7 +311,7 @@ impl Denoiser for ModelDenoiser {
     }
 
     fn news(&self, job: &RankJob) -> Result<Option<News>, StageError> {
-        let (step, steps) = (job.first().step(), job.first().steps());
+        let (step, steps) = (job.step(), job.steps());
         let state = job.news.checkpoint_after(step, steps).then(|| job.state());
         let preview = match job.news.preview_after(step, steps) {
             Some(index) => job.forecast()?.map(|latents| (index, latents)),
@@ -218,7 +330,7 @@ fn by_rank<'a>(ranks: &Ranks, jobs: &'a mut [&mut RankJob]) -> Vec<Vec<&'a mut D
     let mut by_rank: Vec<Vec<&mut DenoiseJob>> =
         ranks.models().iter().map(|_| Vec::new()).collect();
     for job in jobs.iter_mut() {
-        for (own, part) in by_rank.iter_mut().zip(&mut job.parts) {
+        for (own, part) in by_rank.iter_mut().zip(job.parts.on_host()) {
             own.push(part);
         }
     }
@@ -228,8 +340,8 @@ fn by_rank<'a>(ranks: &Ranks, jobs: &'a mut [&mut RankJob]) -> Vec<Vec<&'a mut D
 /// What a job weighs in a step.
 pub(crate) fn weight(job: &RankJob) -> Weight {
     Weight {
-        rows: job.first().rows(),
-        tokens: job.first().tokens(),
+        rows: job.rows(),
+        tokens: job.tokens(),
     }
 }
 
@@ -263,16 +375,11 @@ pub(crate) fn warm_up(ranks: &Ranks) -> Result<(), StageError> {
         uncond: Some(prefix),
     };
     let job = RankJob::new(ranks, &spec, &JobOptions::default(), NewsPlan::default())?;
-    ranks.run(job.parts, |model, ctx, mut job| {
-        model.denoise_step(ctx, &mut [&mut job])
-    })?;
-    let model = ranks.first();
-    let channels = model.config().vae.latent_channels;
+    RankJob::step_together(ranks, &mut [job])?;
+    let channels = ranks.first().config().vae.latent_channels;
     let few = vec![0.0; channels * WARM_UP_SIDE * WARM_UP_SIDE];
-    model.decode(
-        &RankContext::single(),
-        &Latents::new(channels, WARM_UP_SIDE, WARM_UP_SIDE, few)?,
-    )?;
+    let few = Latents::new(channels, WARM_UP_SIDE, WARM_UP_SIDE, few)?;
+    picture::decoded(ranks, &few)?;
     Ok(())
 }
 

@@ -131,10 +131,39 @@ impl Costs {
     }
 }
 
+/// What requests take, and of which memory.
+#[derive(Debug)]
+enum Prices {
+    /// Of the process.
+    Host(Box<Costs>),
+    /// Of the room for keys and values on each GPU: everything else there has its place from the start.
+    #[cfg(feature = "cuda")]
+    Device(Arc<Ranks>),
+}
+
+impl Prices {
+    fn job(&self, order: &Order) -> u64 {
+        match self {
+            Self::Host(costs) => costs.job(order),
+            #[cfg(feature = "cuda")]
+            Self::Device(ranks) => {
+                let cell = ranks.info().pixels_per_token;
+                let image = order.height / cell * (order.width / cell);
+                let rows = std::iter::once(&order.cond).chain(&order.uncond);
+                let prefixes: Vec<usize> = rows.map(|prefix| prefix.tokens as usize).collect();
+                let bytes = ranks.gpus().map_or(0, |gpus| {
+                    gpus.picture_bytes(&prefixes, image + crate::MAX_SPECIALS)
+                });
+                bytes as u64
+            }
+        }
+    }
+}
+
 /// Reservations against one budget.
 #[derive(Debug)]
 pub(crate) struct Ledger {
-    pub(crate) costs: Costs,
+    prices: Prices,
     /// For requests, in bytes.
     room: u64,
     free: Arc<Semaphore>,
@@ -158,12 +187,24 @@ impl Ledger {
             StageError::config("memory", message)
         })?;
         tracing::info!(budget, taken, room, "memory for requests");
+        Ok(Self::of(Prices::Host(Box::new(costs)), room))
+    }
+
+    /// Of the GPUs that `ranks` have; the host only passes things on.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn on_gpus(ranks: &Arc<Ranks>) -> Self {
+        let room = ranks.gpus().map_or(0, stage::GpuRanks::room) as u64;
+        tracing::info!(room, "memory for requests on each GPU");
+        Self::of(Prices::Device(Arc::clone(ranks)), room)
+    }
+
+    fn of(prices: Prices, room: u64) -> Self {
         let permits = usize::try_from(room / UNIT).unwrap_or(Semaphore::MAX_PERMITS);
-        Ok(Self {
-            costs,
+        Self {
+            prices,
             room,
             free: Arc::new(Semaphore::new(permits.min(Semaphore::MAX_PERMITS))),
-        })
+        }
     }
 
     /// Permits of a request.
@@ -171,7 +212,7 @@ impl Ledger {
     /// # Errors
     /// A request that would never fit, naming `size`.
     pub(crate) fn permits(&self, order: &Order) -> Result<u32, StageError> {
-        let bytes = self.costs.job(order);
+        let bytes = self.prices.job(order);
         if bytes.div_ceil(UNIT) > self.room / UNIT {
             let room = self.room;
             let message = format!(

@@ -5,6 +5,8 @@
 pub mod batch;
 mod checkpoint;
 mod denoiser;
+#[cfg(feature = "cuda")]
+mod device;
 mod fetch;
 pub mod ledger;
 #[cfg(test)]
@@ -18,8 +20,15 @@ use std::{path::PathBuf, sync::Arc};
 
 use base::Shutdown;
 use kv_transfer::{ClientConfig, KvClient};
-use stage::{HostConfig, StageError, host};
+use stage::{Device, HostConfig, StageError, host};
 use telemetry::Metrics;
+
+/// Jobs whose prefixes are in memory although they do not fit into the running step: exactly one
+/// is fetched ahead.
+const FETCHED_AHEAD: usize = 1;
+/// Most tokens before a picture's in a row of a step.
+#[cfg(feature = "cuda")]
+const MAX_SPECIALS: usize = 3;
 
 pub use batch::StepLimits;
 pub use service::DitWorker;
@@ -31,6 +40,8 @@ pub struct DitWorkerConfig {
     pub model: PathBuf,
     /// How the model is spread over the ranks of this worker.
     pub plan: parallel::Plan,
+    /// What they compute on.
+    pub device: Device,
     /// Whether and how experts move between ranks.
     pub balance: model::BalanceOptions,
     /// How much of the decoder stays in memory; the rest is read in every step.
@@ -45,6 +56,79 @@ pub struct DitWorkerConfig {
     pub memory: Option<u64>,
     /// Requests inside the worker beyond those in the running step.
     pub max_queue: usize,
+}
+
+/// What the GPUs of a worker load.
+#[cfg(feature = "cuda")]
+pub(crate) type OnGpus = stage::GpuLoad;
+/// Never there in this build.
+#[cfg(not(feature = "cuda"))]
+pub(crate) type OnGpus = std::convert::Infallible;
+
+impl DitWorkerConfig {
+    /// Whether the device is there and the model fits it, as far as that can be said without loading.
+    ///
+    /// # Errors
+    /// `Config` naming the setting at fault.
+    pub fn check(&self) -> Result<(), StageError> {
+        self.device.check(&self.plan)?;
+        match self.on_gpus()? {
+            #[cfg(feature = "cuda")]
+            Some(load) => load.check(),
+            _ => Ok(()),
+        }
+    }
+
+    /// What the GPUs load, where the worker has any.
+    pub(crate) fn on_gpus(&self) -> Result<Option<OnGpus>, StageError> {
+        let Device::Cuda(settings) = &self.device else {
+            return Ok(None);
+        };
+        let refused = |field, what: &str| Err(StageError::config(field, format!("{what} on GPUs")));
+        if self.step_cache != model::StepCache::Off {
+            return refused("step_cache", "is not built");
+        }
+        if self.balance.eplb.enabled {
+            return refused("eplb_interval", "is not built");
+        }
+        if self.memory.is_some() {
+            return refused("memory", "is that of the host, see gpu_memory");
+        }
+        self.gpu_load(settings)
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn gpu_load(&self, _: &stage::GpuSettings) -> Result<Option<OnGpus>, StageError> {
+        self.device.check(&self.plan).map(|()| None)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn gpu_load(&self, settings: &stage::GpuSettings) -> Result<Option<OnGpus>, StageError> {
+        let config = model::ModelConfig::from_dir(&self.model)?;
+        let buckets = model::model::resolution_group(&config)?;
+        let cell = config.pixels_per_token();
+        let area = |bucket: &model::Bucket| {
+            let (height, width) = bucket.grid(cell);
+            height * width
+        };
+        let largest = buckets.buckets().iter().map(area).max().unwrap_or(0);
+        // A job beyond the limits of a step still runs, alone.
+        let alone = 2 * (largest + MAX_SPECIALS);
+        let rows = self.limits.max_rows + 2 * FETCHED_AHEAD;
+        Ok(Some(stage::GpuLoad {
+            dir: self.model.clone(),
+            plan: self.plan,
+            settings: settings.clone(),
+            text: false,
+            max_tokens: self.limits.max_tokens.min(rows * alone).max(alone),
+            kv_tokens: rows * config.max_position_embeddings,
+            max_rows: rows,
+            vae: model::gpu::GpuVaeParts {
+                decoder: true,
+                encoder: false,
+            },
+        }))
+    }
 }
 
 /// Runs a DiT worker until `shutdown`, a drain or a failure.

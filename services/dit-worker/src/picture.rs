@@ -1,9 +1,9 @@
 //! From latents to a PNG, off the step loop.
 use base::{Code, Failure, clock};
-use model::{Latents, Model, RgbImage, preprocess::scaled};
+use model::{Latents, RgbImage, preprocess::scaled};
 use parallel::RankContext;
 use proto::v1::DenoiseImage;
-use stage::StageError;
+use stage::{Ranks, StageError};
 
 /// A finished picture and the time it took.
 #[derive(Debug)]
@@ -14,12 +14,12 @@ pub(crate) struct Picture {
 
 /// Decodes and encodes; `output` is the height and width that the picture is scaled to, if it is.
 pub(crate) fn make(
-    model: &Model,
+    ranks: &Ranks,
     latents: &Latents,
     output: Option<(usize, usize)>,
 ) -> Result<Picture, StageError> {
     let start = clock::now();
-    let mut image = model.decode(&RankContext::single(), latents)?;
+    let mut image = decoded(ranks, latents)?;
     if let Some((height, width)) = output {
         image = scaled(&image, height, width);
     }
@@ -27,6 +27,15 @@ pub(crate) fn make(
         image: encoded(&image)?,
         decode_ms: clock::millis_since(start),
     })
+}
+
+/// The picture of latents, by the worker's decoder.
+pub(crate) fn decoded(ranks: &Ranks, latents: &Latents) -> Result<RgbImage, StageError> {
+    #[cfg(feature = "cuda")]
+    if let Some(gpus) = ranks.gpus() {
+        return gpus.decode(latents);
+    }
+    Ok(ranks.first().decode(&RankContext::single(), latents)?)
 }
 
 /// A picture on the wire.

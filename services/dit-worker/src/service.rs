@@ -29,7 +29,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, service::RoutesBuilder};
 
 use crate::{
-    DitWorkerConfig,
+    DitWorkerConfig, FETCHED_AHEAD,
     batch::Ended,
     checkpoint,
     denoiser::{ModelDenoiser, RankJob, warm_up, weight},
@@ -39,10 +39,6 @@ use crate::{
     picture,
     steps::{StepLoop, Ticket},
 };
-
-/// Jobs whose prefixes are in memory although they do not fit into the running step: exactly one
-/// is fetched ahead.
-const FETCHED_AHEAD: usize = 1;
 
 /// The worker and its one model.
 #[derive(Debug)]
@@ -148,11 +144,11 @@ impl DitWorker {
             hand_over(&state, &order, events).await?;
             return Err(StageError::Draining);
         }
-        let (model, latents) = (Arc::clone(loaded.ranks.first()), state.latents.clone());
+        let (ranks, latents) = (Arc::clone(&loaded.ranks), state.latents.clone());
         let output = order.output;
         let decode = self
             .decode
-            .run(move || picture::make(&model, &latents, output));
+            .run(move || picture::make(&ranks, &latents, output));
         let picture = tokio::select! {
             picture = decode => picture??,
             () = stop.cancelled() => {
@@ -219,10 +215,10 @@ impl DitWorker {
         vae: bool,
     ) -> Result<DenoisePreview, StageError> {
         let image = if vae {
-            let model = Arc::clone(loaded.ranks.first());
+            let ranks = Arc::clone(&loaded.ranks);
             let made = self
                 .decode
-                .run(move || picture::make(&model, &latents, None));
+                .run(move || picture::make(&ranks, &latents, None));
             made.await??.image
         } else {
             let map = loaded.preview.clone();
@@ -333,6 +329,35 @@ impl Loaded {
     }
 }
 
+/// The memory of a worker whose model is loaded, and warm from here on.
+fn ledger(
+    ranks: &Arc<Ranks>,
+    cache: &StepCache,
+    memory: Option<u64>,
+) -> Result<Ledger, StageError> {
+    #[cfg(feature = "cuda")]
+    if ranks.gpus().is_some() {
+        warm_up(ranks)?;
+        return Ok(Ledger::on_gpus(ranks));
+    }
+    let costs = Costs::measure(ranks, cache)?;
+    warm_up(ranks)?;
+    Ledger::new(costs, memory)
+}
+
+/// The ranks of the worker, on whatever it computes on.
+fn opened(
+    dir: &std::path::Path,
+    load: RankLoad,
+    device: Option<crate::OnGpus>,
+) -> Result<Ranks, StageError> {
+    match device {
+        #[cfg(feature = "cuda")]
+        Some(gpus) => Ranks::on_gpus(&gpus, Parts::NONE),
+        _ => Ranks::open(dir, load),
+    }
+}
+
 /// The work's result, unless the worker stops first.
 async fn or_stop<T>(
     stop: &CancellationToken,
@@ -402,6 +427,7 @@ impl Stage for DitWorker {
         let (balance, residency) = (self.config.balance, self.config.residency);
         let cache = self.config.step_cache.clone();
         let memory = self.config.memory;
+        let device = self.config.on_gpus()?;
         let (ranks, preview, cache, ledger) = self
             .prepare
             .run(move || {
@@ -416,14 +442,13 @@ impl Stage for DitWorker {
                     balance,
                     residency,
                 };
-                let ranks = Ranks::open(&dir, load)?;
+                let ranks = opened(&dir, load, device)?;
                 let cache = cache.of_model(&dir)?;
-                let costs = Costs::measure(&ranks, &cache)?;
-                warm_up(&ranks)?;
-                let ledger = Ledger::new(costs, memory)?;
+                let ranks = Arc::new(ranks);
+                let ledger = ledger(&ranks, &cache, memory)?;
                 let channels = ranks.first().config().vae.latent_channels;
                 let preview = LinearPreview::load(&dir, channels)?.map(Arc::new);
-                Ok::<_, StageError>((Arc::new(ranks), preview, cache, ledger))
+                Ok::<_, StageError>((ranks, preview, cache, ledger))
             })
             .await??;
         let denoiser = ModelDenoiser {
@@ -468,6 +493,10 @@ impl Stage for DitWorker {
             .loaded
             .get()
             .map_or(0, |loaded| loaded.ledger.reserved());
+        #[cfg(feature = "cuda")]
+        if let Some(gpus) = self.loaded.get().and_then(|loaded| loaded.ranks.gpus()) {
+            gpus.report(&self.metrics, "dit-worker");
+        }
         self.metrics
             .set(&metric::STAGE_RESERVED, &["dit-worker"], reserved as f64);
         self.metrics

@@ -18,7 +18,7 @@ use parallel::eplb::EplbConfig;
 use proto::tls::Tls;
 use registry::{Backend, EtcdConfig, EtcdTls, EtcdUser, RegistryError};
 use router::{FetchConfig, HostList, HostListError, RouterConfig, admission::Limits};
-use stage::HostConfig;
+use stage::{Device, GpuSettings, HostConfig};
 use telemetry::Metrics;
 use tokio::net::TcpListener;
 
@@ -159,16 +159,19 @@ fn plan(role: Role, settings: &Settings, file: Option<&Path>) -> Result<Plan, Om
             let config = ArStageConfig {
                 model: model_dir(settings)?,
                 plan: ar_plan(settings, "plan")?,
+                device: ar_device(settings)?,
                 kv_transfer: settings.url("kv_transfer")?,
                 client,
                 max_queue: settings.count("max_queue", 1)?,
             };
+            config.check().map_err(|error| bad(&error))?;
             Plan::ArStage(stage_place(settings)?, config, threads(settings)?)
         }
         Role::DitWorker => {
             let config = DitWorkerConfig {
                 model: model_dir(settings)?,
                 plan: parallel_plan(settings, "plan")?,
+                device: device(settings)?,
                 balance: balance(settings)?,
                 residency: residency(settings)?,
                 client: receiver(settings)?,
@@ -180,6 +183,7 @@ fn plan(role: Role, settings: &Settings, file: Option<&Path>) -> Result<Plan, Om
                 memory: memory(settings)?,
                 max_queue: settings.count("max_queue", 1)?,
             };
+            config.check().map_err(|error| bad(&error))?;
             Plan::DitWorker(stage_place(settings)?, config, threads(settings)?)
         }
     })
@@ -379,6 +383,56 @@ pub(crate) fn ar_plan(settings: &Settings, key: &'static str) -> Result<parallel
     Err(OmniError::Config(format!(
         "{key} \"{plan}\": an AR stage has both guidance rows in one pass, so cfg must be 1"
     )))
+}
+
+/// What a setting names as a device.
+pub(crate) fn parsed_device(settings: &Settings, key: &'static str) -> Result<Device, OmniError> {
+    let text = settings.text(key)?;
+    text.parse()
+        .map_err(|reason: String| OmniError::Config(format!("{key} {reason}")))
+}
+
+/// What a stage computes on. What only GPUs understand is not dropped quietly.
+fn device(settings: &Settings) -> Result<Device, OmniError> {
+    let fp8 = settings.one_of("weights", &[("bf16", false), ("fp8", true)])?;
+    let memory = match settings.text("gpu_memory")? {
+        "auto" => None,
+        _ => Some(settings.bytes("gpu_memory")? as u64),
+    };
+    match parsed_device(settings, "device")? {
+        Device::Cpu => {
+            let only_gpus = [("weights", fp8), ("gpu_memory", memory.is_some())];
+            match only_gpus.into_iter().find(|(_, set)| *set) {
+                Some((key, _)) => Err(OmniError::Config(format!(
+                    "{key} belongs to GPUs, and device is cpu"
+                ))),
+                None => Ok(Device::Cpu),
+            }
+        }
+        Device::Cuda(gpus) => Ok(Device::Cuda(GpuSettings {
+            fp8,
+            memory,
+            resident_layers: match residency(settings)? {
+                Residency::All => None,
+                Residency::Layers(layers) => Some(layers),
+                Residency::Bytes(_) => {
+                    let text = "resident_layers must be all or a number of layers on GPUs";
+                    return Err(OmniError::Config(text.to_owned()));
+                }
+            },
+            ..gpus
+        })),
+    }
+}
+
+/// That of a stage whose layers can only leave a GPU.
+fn ar_device(settings: &Settings) -> Result<Device, OmniError> {
+    let device = device(settings)?;
+    if device == Device::Cpu && settings.text("resident_layers")? != "all" {
+        let text = "resident_layers belongs to GPUs, and device is cpu".to_owned();
+        return Err(OmniError::Config(text));
+    }
+    Ok(device)
 }
 
 /// How experts move between the ranks of a worker.

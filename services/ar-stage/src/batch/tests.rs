@@ -236,7 +236,7 @@ fn drawings() -> Vec<Vec<u8>> {
 
 #[test]
 fn what_is_taken_over_from_the_text_equals_what_is_computed_anew() {
-    let shown = pictures::encode(single().first(), &drawings(), 3, false).unwrap();
+    let shown = pictures::encode(&single(), &drawings(), 3, false).unwrap();
     let think = Task::Write(Writing::ThinkRecaption);
     let cases = [
         (
@@ -370,8 +370,8 @@ fn a_request_that_fails_in_a_pass_fails_alone() {
         let (fine, ticket) = job(&ranks, &good, &none);
         // A defect: its cache has no room on the last rank.
         for (row, _) in broken.run.rows() {
-            let last = row.caches.len() - 1;
-            row.caches[last] = ranks.models()[last].cache(1).unwrap();
+            let last = row.caches.on_host().len() - 1;
+            row.caches.on_host()[last] = ranks.models()[last].cache(1).unwrap();
         }
         batch.add(broken);
         batch.add(fine);
@@ -389,7 +389,7 @@ fn pictures_that_are_no_pictures_are_refused_by_name() {
     let ranks = single();
     let mut files = drawings();
     files[1].truncate(60);
-    let error = pictures::encode(ranks.first(), &files, 3, false).unwrap_err();
+    let error = pictures::encode(&ranks, &files, 3, false).unwrap_err();
     assert_eq!(
         (error.code(), error.field()),
         (base::Code::InvalidArgument, Some("images"))

@@ -77,6 +77,31 @@ const PLAN: Setting = setting(
 );
 const THREADS: Setting = setting("threads", "N", Value("0"), "Compute threads; 0: one a core");
 
+const DEVICE: Setting = setting(
+    "device",
+    "DEVICE",
+    Value("cpu"),
+    "What the ranks compute on: cpu, cuda, or cuda:0,1,.. with a GPU for each rank of the plan",
+);
+const WEIGHTS: Setting = setting(
+    "weights",
+    "bf16|fp8",
+    Value("bf16"),
+    "How a GPU holds the large matrices",
+);
+const GPU_MEMORY: Setting = setting(
+    "gpu_memory",
+    "BYTES",
+    Value("auto"),
+    "Memory that the stage may take of each GPU; auto: what is free",
+);
+const RESIDENT_LAYERS: Setting = setting(
+    "resident_layers",
+    "N",
+    Value("all"),
+    "Decoder layers that stay on the GPU: all, or a number; the others are copied in in every pass",
+);
+
 const HTTP_LISTEN: Setting = setting(
     "http_listen",
     "HOST:PORT",
@@ -162,7 +187,7 @@ const KV_TRANSFER: [Setting; 7] = [
     TRANSFER_DEVICES,
 ];
 
-const AR_STAGE: [Setting; 11] = [
+const AR_STAGE: [Setting; 15] = [
     DRAIN_GRACE,
     setting(
         "listen",
@@ -174,6 +199,10 @@ const AR_STAGE: [Setting; 11] = [
     KV_ENDPOINT,
     MODEL,
     PLAN,
+    DEVICE,
+    WEIGHTS,
+    GPU_MEMORY,
+    RESIDENT_LAYERS,
     TRANSPORT,
     TRANSFER_DEVICES,
     THREADS,
@@ -191,7 +220,7 @@ const AR_STAGE: [Setting; 11] = [
     ),
 ];
 
-const DIT_WORKER: [Setting; 18] = [
+const DIT_WORKER: [Setting; 21] = [
     DRAIN_GRACE,
     setting(
         "listen",
@@ -203,6 +232,9 @@ const DIT_WORKER: [Setting; 18] = [
     KV_ENDPOINT,
     MODEL,
     PLAN,
+    DEVICE,
+    WEIGHTS,
+    GPU_MEMORY,
     TRANSPORT,
     TRANSFER_DEVICES,
     PREFIX_RELAY,
@@ -256,8 +288,32 @@ const DIT_WORKER: [Setting; 18] = [
 /// Of the common settings these concern `up`, which runs no server of its own.
 const UP_TOO: [&str; 3] = ["log_level", "log_format", "tls"];
 
-const UP: [Setting; 11] = [
+const UP: [Setting; 15] = [
     MODEL,
+    setting(
+        "device",
+        "DEVICE",
+        Unset,
+        "What both stages compute on, see their --device",
+    ),
+    setting(
+        "weights",
+        "bf16|fp8",
+        Unset,
+        "How GPUs hold the large matrices, see --weights of the stages",
+    ),
+    setting(
+        "ar_device",
+        "DEVICE",
+        Unset,
+        "Device of the AR stage [default: that of device]",
+    ),
+    setting(
+        "dit_device",
+        "DEVICE",
+        Unset,
+        "Device of the DiT worker [default: that of device]",
+    ),
     setting(
         "ar_plan",
         "PLAN",

@@ -23,6 +23,7 @@ use crate::{
     settings::{Role, Settings},
 };
 use child::Child;
+use stage::Device;
 
 /// How often health is asked for.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(50);
@@ -39,6 +40,9 @@ pub(crate) struct UpConfig {
     pub(crate) model: PathBuf,
     /// Plans of the AR stage and of the DiT worker, where they are given.
     pub(crate) plans: [Option<parallel::Plan>; 2],
+    /// Devices of the AR stage and of the DiT worker, and how GPUs hold weights.
+    pub(crate) devices: [Option<Device>; 2],
+    pub(crate) weights: Option<&'static str>,
     pub(crate) listen: std::net::SocketAddr,
     pub(crate) http_listen: std::net::SocketAddr,
     /// Directory of certificates; `None`: the roles speak in clear.
@@ -67,10 +71,29 @@ impl UpConfig {
         if tls_dir.is_none() {
             secure::check_clear(settings)?;
         }
+        let plans = [ar_plan.transpose()?, dit_plan.transpose()?];
+        let device = |key: &'static str, plan: &Option<parallel::Plan>| {
+            let key = if given(key) { key } else { "device" };
+            if !given(key) {
+                return Ok(None);
+            }
+            let device = crate::roles::parsed_device(settings, key)?;
+            let checked = device.check(&plan.unwrap_or_default());
+            checked.map_err(|error| OmniError::Config(error.to_string()))?;
+            Ok::<_, OmniError>(Some(device))
+        };
+        let devices = [
+            device("ar_device", &plans[0])?,
+            device("dit_device", &plans[1])?,
+        ];
+        let words = [("bf16", "bf16"), ("fp8", "fp8")];
+        let weights = given("weights").then(|| settings.one_of("weights", &words));
         Ok(Self {
             tls_dir,
             model: crate::roles::model_dir(settings)?,
-            plans: [ar_plan.transpose()?, dit_plan.transpose()?],
+            plans,
+            devices,
+            weights: weights.transpose()?,
             listen: settings.socket("listen")?,
             http_listen: crate::roles::http_listen(settings)?,
             transport: settings.one_of("transport", &[("shm", "shm"), ("tcp", "tcp")])?,
@@ -190,13 +213,21 @@ async fn start(config: &UpConfig, fleet: &mut Vec<Child>) -> Result<Announcement
         ("--kv-transfer", kv.endpoint),
         ("--model", config.model.to_string_lossy().into_owned()),
     ];
-    let with = |role, plan: &Option<parallel::Plan>| {
-        let plan = plan.map(|plan| ("--plan", plan.to_string()));
-        config.arguments(role, &stage.iter().cloned().chain(plan).collect::<Vec<_>>())
+    let with = |role: Role, index: usize| {
+        let plan = config.plans[index].map(|plan| ("--plan", plan.to_string()));
+        let device = &config.devices[index];
+        let weights = match device {
+            // What was said of GPUs does not concern it.
+            Some(Device::Cpu) => Some("bf16"),
+            _ => config.weights,
+        };
+        let device = device.as_ref().map(|d| ("--device", d.to_string()));
+        let weights = weights.map(|w| ("--weights", w.to_owned()));
+        let own = stage.iter().cloned().chain(plan).chain(device);
+        config.arguments(role, &own.chain(weights).collect::<Vec<_>>())
     };
-    let [ar_plan, dit_plan] = &config.plans;
-    let ar = launch(Role::ArStage, with(Role::ArStage, ar_plan), fleet).await?;
-    let dit = launch(Role::DitWorker, with(Role::DitWorker, dit_plan), fleet).await?;
+    let ar = launch(Role::ArStage, with(Role::ArStage, 0), fleet).await?;
+    let dit = launch(Role::DitWorker, with(Role::DitWorker, 1), fleet).await?;
     healthy(&ar, fleet).await?;
     healthy(&dit, fleet).await?;
     healthy(&router, fleet).await?;

@@ -97,7 +97,7 @@ impl GrowingRow {
             .fold(shared, usize::min)
     }
 
-    fn input(&self, range: Range<usize>) -> RowInput<'_> {
+    pub(crate) fn input(&self, range: Range<usize>) -> RowInput<'_> {
         let from = self.vectors.partition_point(|(at, _)| *at < range.start);
         let to = self.vectors.partition_point(|(at, _)| *at < range.end);
         RowInput {

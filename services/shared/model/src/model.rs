@@ -62,6 +62,11 @@ impl Parts {
         vit: true,
         ..Self::PREFIX
     };
+    /// Sizes, tokens and layouts alone: where the weights are is another's matter.
+    pub const NONE: Self = Self {
+        text: false,
+        ..Self::PREFIX
+    };
     /// Denoising and decoding from prefixes made elsewhere.
     pub const DENOISE: Self = Self {
         text: false,
@@ -201,7 +206,7 @@ impl Model {
         let buckets = resolution_group(&config)?;
         let rank = RankShard::new(&config, &options.plan, options.rank)?;
         let decoder = parts.text || parts.diffusion;
-        let stem = parts.diffusion || parts.vae_encoder;
+        let stem = parts.diffusion || parts.vae_encoder || parts.vit;
         Ok(Self {
             backbone: decoder
                 .then(|| {
@@ -413,7 +418,11 @@ impl Model {
     }
 }
 
-fn resolution_group(config: &ModelConfig) -> Result<ResolutionGroup, ModelError> {
+/// Picture sizes of a model.
+///
+/// # Errors
+/// Those of [`ResolutionGroup::new`].
+pub fn resolution_group(config: &ModelConfig) -> Result<ResolutionGroup, ModelError> {
     let set = if config.extra_ratios {
         BucketSet::Instruct
     } else {

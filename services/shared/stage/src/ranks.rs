@@ -42,6 +42,9 @@ pub struct Ranks {
     models: Vec<Arc<Model>>,
     /// Taken for the length of a piece of work.
     contexts: Mutex<Vec<RankContext>>,
+    /// What computes in place of the models, which then have no weights.
+    #[cfg(feature = "cuda")]
+    gpus: Option<crate::GpuRanks>,
 }
 
 impl fmt::Debug for Ranks {
@@ -90,7 +93,35 @@ impl Ranks {
             plan,
             models,
             contexts: Mutex::new(contexts),
+            #[cfg(feature = "cuda")]
+            gpus: None,
         })
+    }
+
+    /// Opens a checkpoint on GPUs; `host` is what is loaded on the processor beside them.
+    ///
+    /// # Errors
+    /// Those of [`crate::GpuRanks::open`], and of the parts on the processor.
+    #[cfg(feature = "cuda")]
+    pub fn on_gpus(load: &crate::GpuLoad, host: Parts) -> Result<Self, StageError> {
+        let gpus = crate::GpuRanks::open(load)?;
+        let options = LoadOptions {
+            parts: host,
+            ..LoadOptions::default()
+        };
+        Ok(Self {
+            plan: load.plan,
+            models: vec![Arc::new(Model::open(&load.dir, options)?)],
+            contexts: Mutex::new(connect(&Plan::default())?),
+            gpus: Some(gpus),
+        })
+    }
+
+    /// The GPUs that compute, where they do.
+    #[cfg(feature = "cuda")]
+    #[must_use]
+    pub fn gpus(&self) -> Option<&crate::GpuRanks> {
+        self.gpus.as_ref()
     }
 
     /// The plan.

@@ -71,6 +71,10 @@ table! {
         "Images finished";
     STAGE_ROWS = "omni_stage_batch_rows", Size, ["stage"],
         "Rows packed into one forward";
+    GPU_STEP = "omni_gpu_step_seconds", Seconds, ["stage", "phase"],
+        "Time of one packed forward on the first rank's GPU; the rate of its sum is how busy that is";
+    GPU_MEMORY = "omni_gpu_memory_bytes", Gauge, ["stage", "gpu", "kind"],
+        "Memory of a GPU: used, by whomever, and total";
     STAGE_RESERVED = "omni_stage_reserved_bytes", Gauge, ["stage"],
         "Memory reserved for requests that are in";
     STAGE_QUEUE = "omni_stage_queue_depth", Gauge, ["stage"],

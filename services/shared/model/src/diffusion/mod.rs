@@ -13,7 +13,7 @@ pub use convs::{FinalLayer, PatchEmbed};
 pub use embedders::{ImageHead, ImageStem};
 pub use job::{DenoiseJob, JobOptions, JobSpec, JobState, MAX_GUIDANCE};
 #[cfg(feature = "cuda")]
-pub(crate) use job::{check, initial, rope};
+pub(crate) use job::{check, initial, resumed, rope};
 pub(crate) use step::Modules;
 pub use step::{Observer, Velocities};
 pub use time::TimeEmbedder;

@@ -122,6 +122,22 @@ impl KvArena {
         })
     }
 
+    /// Bytes that a lease takes.
+    pub(crate) fn bytes_of(&self, tokens: usize, shared: bool) -> usize {
+        let layers = if shared { 1 } else { self.geometry.layers };
+        let rows = 2 * layers * self.geometry.kv_heads * tokens.next_multiple_of(KEY_TILE);
+        rows * self.row_bytes()
+    }
+
+    /// Bytes in all, and bytes that are free, perhaps not in one piece.
+    pub(crate) fn room(&self) -> (usize, usize) {
+        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        (
+            self.rows * self.row_bytes(),
+            free.total() * self.row_bytes(),
+        )
+    }
+
     /// Layers, heads and head size of what it holds.
     pub(crate) fn geometry(&self) -> KvGeometry {
         self.geometry

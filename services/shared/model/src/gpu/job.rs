@@ -7,7 +7,8 @@ use kernels::cuda::{GpuTensor, GpuType, narrow_to_bf16};
 use super::GpuModel;
 use super::prefix::GpuPrefix;
 use crate::backbone::{RowSegment, segments};
-use crate::diffusion::{JobOptions, JobSpec, check, initial, rope};
+use crate::config::ModelConfig;
+use crate::diffusion::{JobOptions, JobSpec, JobState, StepCache, check, initial, resumed, rope};
 use crate::error::ModelError;
 use crate::picture::Latents;
 use crate::scheduler::{Schedule, TIMESTEP_SCALE};
@@ -59,6 +60,83 @@ pub struct GpuJobSpec {
     pub uncond: Option<Arc<GpuPrefix>>,
 }
 
+/// What is known of a picture before any of it is on a device.
+#[derive(Clone, Debug)]
+pub struct GpuJobOutline {
+    /// 2 under guidance, else 1.
+    pub rows: usize,
+    /// Query tokens of one step.
+    pub tokens: usize,
+    /// Where it starts.
+    pub state: JobState,
+    /// Its sigmas, one more than steps.
+    pub sigmas: Vec<f32>,
+}
+
+impl GpuJobOutline {
+    /// Checks everything about a picture that takes no device; `prefixes` are the tokens of both prefixes.
+    ///
+    /// # Errors
+    /// `InvalidArgument` naming the field that is out of range, `Unimplemented` for steps without the decoder.
+    pub fn new(
+        config: &ModelConfig,
+        spec: &JobSpec,
+        options: &JobOptions,
+        prefixes: &[usize],
+    ) -> Result<Self, ModelError> {
+        if options.cache != StepCache::Off {
+            let message = "step_cache on a gpu".to_owned();
+            return Err(ModelError::Unimplemented(message));
+        }
+        let two = config.guidance_needs_two_rows(spec.guidance);
+        if two && prefixes.len() < 2 {
+            let message = format!("{} needs the unconditional prefix", spec.guidance);
+            return Err(ModelError::invalid("guidance", message));
+        }
+        let rows = 1 + usize::from(two);
+        let grid = check(config, spec, options, &prefixes[..rows.min(prefixes.len())])?;
+        let shift = options.flow_shift.unwrap_or(config.generation.flow_shift);
+        let schedule = Schedule::new(spec.steps, shift)?;
+        let (step, given) = match &options.resume {
+            Some(state) => (resumed(state, spec.steps)?, Some(state.latents.clone())),
+            None => (0, options.init_latents.clone()),
+        };
+        let specials = 1 + usize::from(config.cfg_distilled) + usize::from(config.use_meanflow);
+        Ok(Self {
+            rows,
+            tokens: rows * (specials + grid.0 * grid.1),
+            state: JobState {
+                step,
+                latents: initial(config, spec, given, grid)?,
+            },
+            sigmas: schedule.sigmas,
+        })
+    }
+
+    /// What step `step`, which led from `before` to `after`, expects the finished latents to be.
+    ///
+    /// # Errors
+    /// `Internal` for latents of other pictures, or a step there is not.
+    pub fn forecast(
+        &self,
+        step: usize,
+        before: &Latents,
+        after: &Latents,
+    ) -> Result<Latents, ModelError> {
+        let sigmas = self.sigmas.get(step).zip(self.sigmas.get(step + 1));
+        let alike = before.data().len() == after.data().len();
+        let (Some((sigma, next)), true) = (sigmas, alike) else {
+            let message = "a forecast of another picture".to_owned();
+            return Err(ModelError::Internal(message));
+        };
+        // The velocity took the latents from sigma to the next one; all of sigma leads to the end.
+        let scale = sigma / (sigma - next);
+        let pairs = before.data().iter().zip(after.data());
+        let values = pairs.map(|(x, y)| x + scale * (y - x)).collect();
+        Latents::new(after.channels(), after.height(), after.width(), values)
+    }
+}
+
 impl GpuJob {
     /// A job at its first step.
     ///
@@ -84,6 +162,7 @@ impl GpuJob {
         }
         let lengths: Vec<usize> = prefixes.iter().map(|p| p.tokens()).collect();
         let grid = check(config, &spec, &options, &lengths)?;
+        let resume = options.resume;
         let shift = options.flow_shift.unwrap_or(config.generation.flow_shift);
         let schedule = Schedule::new(spec.steps, shift)?;
         let latents = initial(config, &spec, options.init_latents, grid)?;
@@ -100,7 +179,7 @@ impl GpuJob {
         let narrow = GpuTensor::new(gpu, &dims, GpuType::Bf16, "latents")?;
         narrow_to_bf16(&latents, &narrow)?;
         model.jobs += 1;
-        Ok(Self {
+        let mut job = Self {
             id: model.jobs,
             cos: GpuTensor::from_host(gpu, &table.cos, "rotary table")?,
             sin: GpuTensor::from_host(gpu, &table.sin, "rotary table")?,
@@ -118,7 +197,11 @@ impl GpuJob {
             last,
             latents,
             narrow,
-        })
+        };
+        if let Some(state) = resume {
+            job.resume(resumed(&state, job.steps())?, &state.latents)?;
+        }
+        Ok(job)
     }
 
     /// Steps done.

@@ -4,6 +4,7 @@
 //! with other kernels and a layout of its own: weights of a layer in one block, keys and values in one arena,
 //! every row of a batch packed, and nothing that waits for the host within a step.
 
+mod advance;
 mod arena;
 mod batch;
 mod convs;
@@ -13,7 +14,9 @@ mod group;
 mod job;
 mod layer;
 mod layout;
+mod needs;
 mod places;
+mod port;
 mod prefill;
 mod prefix;
 mod rows;
@@ -37,13 +40,16 @@ use kernels::cuda::{DeviceBuffer, Gpu};
 use kv::{KvDType, KvGeometry};
 use parallel::Plan;
 
+pub use self::advance::GpuAdvance;
 use self::arena::KvArena;
 use self::batch::Batch;
 use self::convs::{From, GpuHead, GpuStem};
 pub use self::group::GpuGroup;
-pub use self::job::{GpuJob, GpuJobSpec};
+pub use self::job::{GpuJob, GpuJobOutline, GpuJobSpec};
 use self::layout::LayerDims;
 pub use self::layout::WeightType;
+pub use self::needs::GpuNeeds;
+pub use self::port::PrefixPort;
 pub use self::prefill::GpuCache;
 pub use self::prefix::GpuPrefix;
 use self::rows::PassShape;
@@ -268,6 +274,13 @@ impl GpuModel {
     /// What this rank has of the model.
     pub fn share(&self) -> &GpuShare {
         &self.share
+    }
+
+    /// Joins another group of the same ranks, after the last one has ended.
+    pub fn rejoin(&mut self, group: Arc<dyn GpuGroup>) {
+        // Its tables belong to the old group.
+        self.batch = None;
+        self.group = (self.share.ranks() > 1).then_some(group);
     }
 
     /// Waits until everything enqueued has run; results of several GPUs count only then.

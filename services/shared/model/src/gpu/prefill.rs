@@ -36,6 +36,48 @@ impl GpuCache {
         self.tokens == 0
     }
 
+    /// Tokens for which there is room.
+    pub fn capacity(&self) -> usize {
+        self.lease.capacity()
+    }
+
+    /// Forgets the tokens from `tokens` on.
+    ///
+    /// # Errors
+    /// `Internal` when it has fewer.
+    pub fn truncate(&mut self, tokens: usize) -> Result<(), ModelError> {
+        if tokens > self.tokens {
+            let held = self.tokens;
+            let message = format!("a cache of {held} tokens cannot go back to {tokens}");
+            return Err(ModelError::Internal(message));
+        }
+        self.tokens = tokens;
+        Ok(())
+    }
+
+    /// A row that begins with the first `tokens` tokens of this one, with room for `capacity`.
+    ///
+    /// # Errors
+    /// `Exhausted` when there is no room, `Internal` for more tokens than there are, or than fit.
+    pub fn branch(&self, tokens: usize, capacity: usize) -> Result<Self, ModelError> {
+        if tokens > self.tokens || tokens > capacity {
+            let held = self.tokens;
+            let message = format!("{tokens} of {held} tokens for a row of {capacity}");
+            return Err(ModelError::Internal(message));
+        }
+        let lease = self.lease.arena().lease(capacity, false)?;
+        let (from, to) = (self.lease.tensor()?, lease.tensor()?);
+        let sides = if tokens == 0 { 0 } else { from.dim(0) };
+        for side in 0..sides {
+            let of = |all: &GpuTensor| {
+                let one = all.narrow0(side, 1)?.reshape(&all.shape()[1..])?;
+                one.narrow0(0, tokens)
+            };
+            of(&to)?.copy_from(&of(&from)?)?;
+        }
+        Ok(Self { lease, tokens })
+    }
+
     /// Freezes the tokens held.
     pub fn into_prefix(self) -> GpuPrefix {
         GpuPrefix::of(self.lease, self.tokens)

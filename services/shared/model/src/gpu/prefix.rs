@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use half::bf16;
-use kernels::cuda::KvRun;
+use kernels::cuda::{GpuTensor, KvRun};
 
 use super::arena::{KvArena, KvLease};
 use crate::error::ModelError;
@@ -22,18 +22,31 @@ impl GpuPrefix {
         Self { lease, tokens }
     }
 
-    /// Brings a whole prefix to the device, rounded to bf16.
-    pub(super) fn upload(arena: &Arc<KvArena>, prefix: &PrefixKv) -> Result<Self, ModelError> {
+    /// Room for a prefix of this arena's model, or of this rank's part; nothing is there yet.
+    pub(super) fn place(arena: &Arc<KvArena>, prefix: &PrefixKv) -> Result<Self, ModelError> {
         let tokens = prefix.tokens();
         let lease = arena.lease(tokens, false)?;
-        let (dim, room) = (prefix.geometry().head_dim, lease.capacity());
-        let target = lease.tensor()?;
+        let dim = prefix.geometry().head_dim;
+        let sides = lease.tensor()?.dim(0);
         let fits = *prefix.geometry() == arena.geometry() && prefix.held().len() <= 1;
-        if !fits || target.dim(0) * tokens * dim != prefix.data().len() {
+        if !fits || sides * tokens * dim != prefix.data().len() {
             return Err(ModelError::Internal(
                 "a prefix of another model, or a part of one, for a gpu".into(),
             ));
         }
+        Ok(Self { lease, tokens })
+    }
+
+    /// All of its room, `[sides, tokens and what follows, head_dim]`.
+    pub(super) fn tensor(&self) -> Result<GpuTensor, ModelError> {
+        self.lease.tensor()
+    }
+
+    /// Brings a whole prefix to the device, rounded to bf16.
+    pub(super) fn upload(arena: &Arc<KvArena>, prefix: &PrefixKv) -> Result<Self, ModelError> {
+        let placed = Self::place(arena, prefix)?;
+        let (tokens, dim) = (placed.tokens, prefix.geometry().head_dim);
+        let (target, room) = (placed.tensor()?, placed.lease.capacity());
         // The room behind the tokens is read too, and must hold numbers.
         let mut padded = vec![bf16::ZERO; target.numel()];
         if tokens > 0 {
@@ -45,7 +58,7 @@ impl GpuPrefix {
             }
         }
         target.write_bytes(bytemuck::cast_slice(&padded))?;
-        Ok(Self { lease, tokens })
+        Ok(placed)
     }
 
     /// Brings it back to the host; the values are bf16.

@@ -1,13 +1,21 @@
 //! The weights of one layer on the device, and how they get there.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use kernels::cuda::{DeviceBuffer, E4m3Rows, Gpu, GpuTensor, GpuType, RouterWeight, quantize_rows};
+use kernels::DType;
+use kernels::cuda::{
+    DeviceBuffer, E4m3Rows, Gpu, GpuTensor, GpuType, RouterWeight, UploadRing, Uploader,
+    quantize_rows,
+};
 
 use super::layout::{LayerDims, LayerLayout, MatrixPiece, Piece, WeightType};
 use super::share::{GpuShare, MatrixCut};
 use super::source::DeviceSource;
 use crate::error::ModelError;
+use crate::weights::{Checkpoint, Part};
+
+/// Most threads that read a checkpoint: more only wait for the link.
+const READERS: usize = 12;
 
 /// A matrix `[groups, out, in]`, with the scales `[groups, out]` of FP8.
 #[derive(Clone, Debug)]
@@ -44,13 +52,31 @@ pub(crate) struct Loader<'a> {
     weights: WeightType,
     /// Room for the largest matrix in bf16, where it is quantised from there.
     staging: Option<Arc<DeviceBuffer>>,
+    /// Between a checkpoint and the device.
+    uploader: Option<Mutex<Uploader>>,
 }
 
-/// A stored matrix and what of it is wanted.
+/// A stored matrix, what of it is wanted, and where.
 struct Stored {
     name: String,
     shape: [usize; 2],
     cut: MatrixCut,
+    data: GpuTensor,
+    scales: Option<GpuTensor>,
+}
+
+impl Stored {
+    fn part(&self) -> Part {
+        let whole = Part::whole(&self.name, &self.shape, DType::Bf16);
+        match &self.cut {
+            MatrixCut::Whole => whole,
+            MatrixCut::Rows(rows) => whole.with_rows(rows.clone()),
+            MatrixCut::Columns { parts, index } => {
+                let width = self.shape[1] / parts;
+                whole.with_columns(index * width..(index + 1) * width)
+            }
+        }
+    }
 }
 
 fn view(block: &Arc<DeviceBuffer>, piece: &Piece) -> Result<GpuTensor, ModelError> {
@@ -105,12 +131,15 @@ impl<'a> Loader<'a> {
             let bytes = elements * GpuType::Bf16.bytes();
             DeviceBuffer::new(gpu, bytes, "staging of weights").map(Arc::new)
         });
+        let stored = matches!(source, DeviceSource::Stored(_));
+        let uploader = stored.then(|| Uploader::new(gpu, &UploadRing::default()));
         Ok(Self {
             gpu: gpu.clone(),
             source,
             share,
             weights,
             staging: staging.transpose()?,
+            uploader: uploader.transpose()?.map(Mutex::new),
         })
     }
 
@@ -121,40 +150,106 @@ impl<'a> Loader<'a> {
         dims: &LayerDims,
         block: &LayerBlock,
     ) -> Result<(), ModelError> {
-        let at = |name: &str| format!("model.layers.{index}.{name}.weight");
+        let list = self.matrices(index, dims, block)?;
+        if let (DeviceSource::Stored(checkpoint), Some(uploader)) = (&self.source, &self.uploader) {
+            let mut uploader = uploader.lock().unwrap_or_else(PoisonError::into_inner);
+            return self.upload(checkpoint, &list, &mut uploader);
+        }
+        list.iter().try_for_each(|matrix| {
+            let to = self.landing(matrix)?;
+            let source = &self.source;
+            source.fill_part(&matrix.name, &matrix.shape, &matrix.cut, &to)?;
+            self.arrived(matrix, &to)
+        })
+    }
+
+    /// Reads, converts and copies all of `list` at the same time, and quantises each as it arrives.
+    fn upload(
+        &self,
+        checkpoint: &Checkpoint,
+        list: &[Stored],
+        uploader: &mut Uploader,
+    ) -> Result<(), ModelError> {
+        let parts: Vec<(Part, GpuTensor)> = list
+            .iter()
+            .map(|matrix| Ok((matrix.part(), self.landing(matrix)?)))
+            .collect::<Result<_, ModelError>>()?;
+        let mut arrived = |i: usize, uploader: &Uploader| {
+            self.arrived(&list[i], &parts[i].1)?;
+            // The next one may land where this one is quantised from.
+            Ok(uploader.hold(&self.gpu)?)
+        };
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        checkpoint.upload(&parts, threads.min(READERS), uploader, &mut arrived)?;
+        Ok(())
+    }
+
+    /// Where a matrix arrives in bf16.
+    fn landing(&self, matrix: &Stored) -> Result<GpuTensor, ModelError> {
+        let Some(staging) = &self.staging else {
+            return Ok(matrix.data.clone());
+        };
+        let dims = matrix.data.shape();
+        Ok(GpuTensor::view(staging, 0, dims, GpuType::Bf16)?)
+    }
+
+    /// Quantises a matrix that arrived elsewhere.
+    fn arrived(&self, matrix: &Stored, wide: &GpuTensor) -> Result<(), ModelError> {
+        let (WeightType::Fp8, Some(scales)) = (self.weights, &matrix.scales) else {
+            return Ok(());
+        };
+        let codes = &matrix.data;
+        Ok(quantize_rows(wide, E4m3Rows { codes, scales })?)
+    }
+
+    /// The matrices of layer `index` of the model, in the order in which checkpoints have them.
+    fn matrices(
+        &self,
+        index: usize,
+        dims: &LayerDims,
+        block: &LayerBlock,
+    ) -> Result<Vec<Stored>, ModelError> {
         let (h, shape, share) = (dims.hidden, self.share.shard().shape(), self.share);
-        let qkv = Stored {
-            name: at("self_attn.qkv_proj"),
-            shape: [(shape.heads + 2 * shape.kv_heads) * dims.head_dim, h],
-            cut: share.qkv(),
+        let mut list = Vec::with_capacity(2 + 2 * dims.groups());
+        let mut want = |name: String, shape: [usize; 2], cut, (to, group): (&Matrix, usize)| {
+            let (data, scales) = to.group(group)?;
+            list.push(Stored {
+                name: format!("model.layers.{index}.{name}.weight"),
+                shape,
+                cut,
+                data,
+                scales,
+            });
+            Ok::<_, ModelError>(())
         };
-        self.matrix(&qkv, &block.qkv, 0)?;
-        let output = Stored {
-            name: at("self_attn.o_proj"),
-            shape: [h, shape.heads * dims.head_dim],
-            cut: share.output(),
-        };
-        self.matrix(&output, &block.output, 0)?;
+        let qkv = [(shape.heads + 2 * shape.kv_heads) * dims.head_dim, h];
+        let output = [h, shape.heads * dims.head_dim];
+        want(
+            "self_attn.qkv_proj".into(),
+            qkv,
+            share.qkv(),
+            (&block.qkv, 0),
+        )?;
+        want(
+            "self_attn.o_proj".into(),
+            output,
+            share.output(),
+            (&block.output, 0),
+        )?;
+        let inner = dims.whole_inner;
         for group in 0..dims.groups() {
             let expert = if group < dims.experts {
                 format!("mlp.experts.{}", dims.first_expert + group)
             } else {
                 "mlp.shared_mlp".to_owned()
             };
-            let gate_up = Stored {
-                name: at(&format!("{expert}.gate_and_up_proj")),
-                shape: [2 * dims.whole_inner, h],
-                cut: share.gate_up(dims.whole_inner)?,
-            };
-            self.matrix(&gate_up, &block.gate_up, group)?;
-            let down = Stored {
-                name: at(&format!("{expert}.down_proj")),
-                shape: [h, dims.whole_inner],
-                cut: share.down(),
-            };
-            self.matrix(&down, &block.down, group)?;
+            let (gate_up, down) = (share.gate_up(inner)?, share.down());
+            let name = format!("{expert}.gate_and_up_proj");
+            want(name, [2 * inner, h], gate_up, (&block.gate_up, group))?;
+            let name = format!("{expert}.down_proj");
+            want(name, [h, inner], down, (&block.down, group))?;
         }
-        Ok(())
+        Ok(list)
     }
 
     /// The norms and the router of layer `index`.
@@ -171,20 +266,5 @@ impl<'a> Loader<'a> {
             k_norm: head("self_attn.key_layernorm")?,
             router: RouterWeight::new(&router)?,
         })
-    }
-
-    fn matrix(&self, stored: &Stored, to: &Matrix, group: usize) -> Result<(), ModelError> {
-        let (data, scale) = to.group(group)?;
-        let (name, shape) = (&stored.name, &stored.shape);
-        match (self.weights, scale, &self.staging) {
-            (WeightType::Fp8, Some(scales), Some(staging)) => {
-                let wide = GpuTensor::view(staging, 0, data.shape(), GpuType::Bf16)?;
-                self.source.fill_part(name, shape, &stored.cut, &wide)?;
-                let codes = &data;
-                let scales = &scales;
-                Ok(quantize_rows(&wide, E4m3Rows { codes, scales })?)
-            }
-            _ => self.source.fill_part(name, shape, &stored.cut, &data),
-        }
     }
 }

@@ -108,6 +108,24 @@ impl GpuVae {
         Ok(self.decoder()?.need(height, width).bytes())
     }
 
+    /// Takes what latents of up to `height x width` positions need, so that no later picture of that size
+    /// finds the memory taken.
+    ///
+    /// # Errors
+    /// `Gpu` when memory does not suffice.
+    pub fn reserve(&mut self, height: usize, width: usize) -> Result<(), ModelError> {
+        let side = self.config.spatial_factor;
+        if let Some(decoder) = &self.decoder {
+            let need = decoder.need(height, width);
+            self.room.fit(&need)?;
+        }
+        if let Some(encoder) = &self.encoder {
+            let need = encoder.need(height * side, width * side);
+            self.room.fit(&need)?;
+        }
+        Ok(())
+    }
+
     /// The picture of scaled latents.
     ///
     /// # Errors
