@@ -80,7 +80,13 @@ pub fn lazy(address: &str) -> Result<Channel, Failure> {
 pub fn lazy_named(address: &str, field: &str) -> Result<Channel, Failure> {
     match crate::tls::installed() {
         Some(tls) => lazy_as(tls, address, field),
-        None => Ok(endpoint(address, field)?.connect_lazy()),
+        None => {
+            let endpoint = endpoint(address, field)?;
+            Ok(match crate::dial::installed() {
+                Some(dialer) => endpoint.connect_with_connector_lazy(dialer),
+                None => endpoint.connect_lazy(),
+            })
+        }
     }
 }
 

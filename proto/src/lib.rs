@@ -5,6 +5,7 @@
 pub mod access;
 pub mod channel;
 pub mod deadline;
+pub mod dial;
 mod secret;
 pub mod server;
 pub mod size;

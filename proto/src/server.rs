@@ -1,5 +1,5 @@
 //! What every server has: health, reflection (v1 and v1alpha), keepalive and limits.
-use std::{future::Future, sync::Arc};
+use std::{future::Future, io, sync::Arc};
 
 use base::{
     Code, Failure,
@@ -7,13 +7,20 @@ use base::{
         KEEPALIVE_INTERVAL, KEEPALIVE_TIMEOUT, MAX_REQUEST_BYTES, MAX_STREAMS_PER_CONNECTION,
     },
 };
-use tokio::net::TcpListener;
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    net::TcpListener,
+};
+use tokio_stream::Stream;
 use tonic::{
     Status,
     body::Body,
     codegen::http,
     service::{Routes, RoutesBuilder},
-    transport::{Server, server::TcpIncoming},
+    transport::{
+        Server,
+        server::{Connected, TcpIncoming},
+    },
 };
 use tonic_health::{ServingStatus, server::HealthReporter};
 use tonic_reflection::server::Builder as Reflection;
@@ -22,6 +29,7 @@ use tower::{layer::layer_fn, util::MapResponseLayer};
 use crate::{
     DESCRIPTOR_SET,
     access::Guard,
+    dial::Wire,
     tls::{Callers, Tls},
 };
 
@@ -144,27 +152,49 @@ pub async fn serve_as(
     routes: RoutesBuilder,
     shutdown: impl Future<Output = ()>,
 ) -> Result<(), Failure> {
-    let server = Server::builder()
+    match tls {
+        Some((tls, callers)) => {
+            let (incoming, _accepting) = crate::tls::incoming(listener, tls, callers);
+            serve_on(incoming, routes, shutdown).await
+        }
+        None => {
+            let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+            serve_on(incoming, routes, shutdown).await
+        }
+    }
+}
+
+/// Likewise, on connections that come some other way.
+///
+/// # Errors
+/// `INTERNAL` when the transport breaks.
+pub async fn serve_wires(
+    incoming: impl Stream<Item = io::Result<Wire>>,
+    routes: RoutesBuilder,
+    shutdown: impl Future<Output = ()>,
+) -> Result<(), Failure> {
+    serve_on(incoming, routes, shutdown).await
+}
+
+/// The one server there is, on connections of any kind.
+async fn serve_on<IO, E>(
+    incoming: impl Stream<Item = Result<IO, E>>,
+    routes: RoutesBuilder,
+    shutdown: impl Future<Output = ()>,
+) -> Result<(), Failure>
+where
+    IO: AsyncRead + AsyncWrite + Connected + Unpin + Send + 'static,
+    E: Into<Box<dyn std::error::Error + Send + Sync>>,
+{
+    let served = Server::builder()
         .layer(MapResponseLayer::new(blame_oversize))
         .layer(layer_fn(Guard))
         .max_concurrent_streams(MAX_STREAMS_PER_CONNECTION)
         .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
         .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
-        .add_routes(routes.routes());
-    let served = match tls {
-        Some((tls, callers)) => {
-            let (incoming, _accepting) = crate::tls::incoming(listener, tls, callers);
-            server
-                .serve_with_incoming_shutdown(incoming, shutdown)
-                .await
-        }
-        None => {
-            let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
-            server
-                .serve_with_incoming_shutdown(incoming, shutdown)
-                .await
-        }
-    };
+        .add_routes(routes.routes())
+        .serve_with_incoming_shutdown(incoming, shutdown)
+        .await;
     served.map_err(|error| Failure::new(Code::Internal, format!("server transport: {error}")))
 }
 

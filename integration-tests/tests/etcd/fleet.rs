@@ -37,8 +37,13 @@ pub(crate) struct Process {
 impl Process {
     /// Starts a role on free ports and waits for its address.
     pub(crate) fn start(role: &str, arguments: &[&str]) -> Self {
+        Self::start_at(role, "127.0.0.1:0", arguments)
+    }
+
+    /// The same at an address.
+    pub(crate) fn start_at(role: &str, listen: &str, arguments: &[&str]) -> Self {
         let mut child = command(&[role, "--exit-with-parent", "--log-format", "text"])
-            .args(["--listen", "127.0.0.1:0"])
+            .args(["--listen", listen])
             .args(arguments)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -225,17 +230,22 @@ impl Fleet {
     }
 }
 
-fn registry(etcd: &EtcdServer) -> String {
+pub(crate) fn registry(etcd: &EtcdServer) -> String {
     format!("etcd://{}", etcd.endpoint())
 }
 
 fn stage(role: &str, registry: &str, kv: &Process) -> Process {
+    stage_at(role, registry, &kv.endpoint)
+}
+
+/// A stage of the node whose KV-transfer service is at `kv`.
+pub(crate) fn stage_at(role: &str, registry: &str, kv: &str) -> Process {
     let model = model_dir().display().to_string();
     let arguments = [
         "--registry",
         registry,
         "--kv-transfer",
-        &kv.endpoint,
+        kv,
         "--model",
         &model,
     ];

@@ -1,6 +1,7 @@
 //! A cluster of real processes around a real etcd: several routers, and none of them owns it.
 #![allow(clippy::unwrap_used)]
 
+mod chaos;
 mod fleet;
 mod outage;
 // Its own tests use the rest of it.

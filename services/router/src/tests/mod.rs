@@ -1,4 +1,5 @@
 //! A whole router over loopback, with stages that play a script.
+mod bench;
 mod ends;
 mod fake;
 mod http;
@@ -10,6 +11,7 @@ mod operate;
 mod pool;
 mod refusals;
 mod resume;
+mod simulated;
 mod walk;
 
 use std::time::Duration;

@@ -40,6 +40,10 @@ pub(crate) struct Book {
 #[derive(Debug, Default)]
 struct Books {
     leases: BTreeMap<u64, Book>,
+    /// Leases are gone from the books once they were released, and so are their numbers.
+    forgets: bool,
+    /// Leases so far.
+    count: u64,
     /// Answer of every renewal from now on.
     refuse: Option<Failure>,
     /// Of what is published from now on.
@@ -51,7 +55,9 @@ struct Books {
 pub(crate) struct Pool {
     endpoint: String,
     books: Arc<watch::Sender<Books>>,
-    _server: Arc<Mutex<task::Owned<()>>>,
+    /// Leases before its first one.
+    before: u64,
+    _server: Option<Arc<Mutex<task::Owned<()>>>>,
 }
 
 impl Pool {
@@ -68,8 +74,27 @@ impl Pool {
         Self {
             endpoint,
             books,
-            _server: Arc::new(Mutex::new(server)),
+            before: 0,
+            _server: Some(Arc::new(Mutex::new(server))),
         }
+    }
+
+    /// A pool that somebody else serves at `endpoint`; its leases are told from those of others by `number` and by
+    /// when it began.
+    pub(crate) fn simulated(
+        endpoint: String,
+        number: usize,
+    ) -> (Self, KvTransferServiceServer<impl KvTransferService>) {
+        let books = Arc::new(watch::channel(Books::default()).0);
+        let service = KvTransferServiceServer::new(Service(books.clone()));
+        let began = turmoil::sim_elapsed().unwrap_or_default().as_millis() as u64;
+        let pool = Self {
+            endpoint,
+            books,
+            before: (number as u64 + 1) * 1_000_000_000 + began * 1_000,
+            _server: None,
+        };
+        (pool, service)
     }
 
     /// What a stage has after it published.
@@ -77,7 +102,8 @@ impl Pool {
         let (mut lease, mut identity) = (0, vec![]);
         self.books.send_modify(|books| {
             identity.clone_from(&books.identity);
-            lease = books.leases.len() as u64 + 1;
+            books.count += 1;
+            lease = self.before + books.count;
             let book = Book {
                 renewals: 0,
                 releases: 0,
@@ -95,6 +121,11 @@ impl Pool {
             lease,
             ..PrefixHandle::default()
         }
+    }
+
+    /// Keeps no books on what was released.
+    pub(crate) fn forget(&self) {
+        self.books.send_modify(|books| books.forgets = true);
     }
 
     /// From here on every renewal fails like this.
@@ -184,6 +215,9 @@ impl KvTransferService for Service {
         self.0.send_modify(|books| {
             if let Some(book) = find(books, (named.slot, named.generation, named.lease)) {
                 book.releases += 1;
+                if books.forgets {
+                    books.leases.remove(&named.lease);
+                }
             }
         });
         Ok(Response::new(ReleaseResponse {}))
