@@ -4,7 +4,10 @@ use std::path::PathBuf;
 use clap::{Arg, ArgAction, ArgMatches, Args as _, Command, FromArgMatches as _, value_parser};
 
 use crate::{
-    bench::{AttentionArgs, DecodeArgs, DenoiseArgs, OffloadArgs, TransferArgs},
+    bench::{
+        AttentionArgs, CollectivesArgs, DecodeArgs, DenoiseArgs, MoeArgs, OffloadArgs,
+        TransferArgs, VaeArgs,
+    },
     certs::CertsArgs,
     settings::{self, Role},
     simulate::SimulateArgs,
@@ -43,6 +46,12 @@ pub(crate) enum Action {
     BenchAttention(AttentionArgs),
     /// Measure steps whose layers are read from the checkpoint.
     BenchOffload(OffloadArgs),
+    /// Measure the products of the experts on a GPU.
+    BenchMoe(MoeArgs),
+    /// Measure the VAE on a GPU.
+    BenchVae(VaeArgs),
+    /// Measure the exchange between GPUs.
+    BenchCollectives(CollectivesArgs),
     /// Measure how fast prefixes move.
     BenchTransfer(TransferArgs),
     /// Fit the colours of cheap previews.
@@ -89,6 +98,9 @@ pub(crate) fn command() -> Command {
                 .subcommand(DecodeArgs::augment_args(Command::new("decode")))
                 .subcommand(AttentionArgs::augment_args(Command::new("attention")))
                 .subcommand(OffloadArgs::augment_args(Command::new("offload")))
+                .subcommand(MoeArgs::augment_args(Command::new("moe")))
+                .subcommand(VaeArgs::augment_args(Command::new("vae")))
+                .subcommand(CollectivesArgs::augment_args(Command::new("collectives")))
                 .subcommand(TransferArgs::augment_args(Command::new("transfer"))),
         )
         .subcommand(TuneArgs::augment_args(
@@ -204,6 +216,11 @@ fn bench(matches: &ArgMatches) -> Result<Action, clap::Error> {
         Some(("offload", matches)) => Ok(Action::BenchOffload(OffloadArgs::from_arg_matches(
             matches,
         )?)),
+        Some(("moe", matches)) => Ok(Action::BenchMoe(MoeArgs::from_arg_matches(matches)?)),
+        Some(("vae", matches)) => Ok(Action::BenchVae(VaeArgs::from_arg_matches(matches)?)),
+        Some(("collectives", matches)) => Ok(Action::BenchCollectives(
+            CollectivesArgs::from_arg_matches(matches)?,
+        )),
         Some(("transfer", matches)) => Ok(Action::BenchTransfer(TransferArgs::from_arg_matches(
             matches,
         )?)),

@@ -1,4 +1,4 @@
-//! `omni bench attention`: how the memory of attention grows with the tokens.
+//! `omni bench attention`: how the memory of attention grows with the tokens, or its time on a GPU.
 use base::clock;
 use clap::Args;
 use kernels::{AttnHeads, AttnRow, Segment, SegmentKind, Tensor, varlen_attention, workspace};
@@ -9,8 +9,11 @@ use crate::error::OmniError;
 
 /// Most tokens that a measurement may ask for.
 const MAX_TOKENS: usize = 1 << 20;
+/// Most rows, and calls, of one on a GPU.
+#[cfg(feature = "cuda")]
+const MAX_ROWS: usize = 1024;
 
-/// Measure the memory of attention at several lengths; prints JSON.
+/// Measure the memory of attention at several lengths, or its time on a GPU; prints JSON.
 #[derive(Debug, Args)]
 pub(crate) struct AttentionArgs {
     /// Lengths to measure, in tokens.
@@ -28,6 +31,18 @@ pub(crate) struct AttentionArgs {
     /// Compute threads; 0: one a core.
     #[arg(long, default_value_t = 0)]
     threads: usize,
+    /// Measure on this GPU, by its number (builds with the feature `cuda`).
+    #[arg(long, value_name = "NUMBER")]
+    gpu: Option<usize>,
+    /// On a GPU: rows of each length.
+    #[arg(long, default_value_t = 2)]
+    rows: usize,
+    /// On a GPU: cached tokens before each row.
+    #[arg(long, default_value_t = 256)]
+    prefix: usize,
+    /// On a GPU: calls to time.
+    #[arg(long, default_value_t = 20)]
+    rounds: usize,
 }
 
 /// Runs the measurement.
@@ -46,6 +61,9 @@ pub(crate) fn run(args: &AttentionArgs) -> Result<String, OmniError> {
             "heads must be a multiple of kv_heads, all of 1 to 1024",
         ));
     }
+    if let Some(ordinal) = args.gpu {
+        return print(&on_gpu(args, ordinal, heads)?);
+    }
     crate::roles::set_threads(args.threads)?;
     let mut lengths = args.tokens.clone();
     lengths.sort_unstable();
@@ -61,6 +79,40 @@ pub(crate) fn run(args: &AttentionArgs) -> Result<String, OmniError> {
         "head_dim": heads.dim,
         "threads": rayon::current_num_threads(),
         "sizes": sizes,
+    }))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn on_gpu(_: &AttentionArgs, _: usize, _: AttnHeads) -> Result<Value, OmniError> {
+    Err(super::no_gpu())
+}
+
+#[cfg(feature = "cuda")]
+fn on_gpu(args: &AttentionArgs, ordinal: usize, heads: AttnHeads) -> Result<Value, OmniError> {
+    use super::gpu_ops::{AttentionCase, attention_on, gpu_error};
+
+    if !(1..=MAX_ROWS).contains(&args.rows) || !(1..=MAX_ROWS).contains(&args.rounds) {
+        return Err(bad(format!("rows and rounds must be 1 to {MAX_ROWS}")));
+    }
+    if args.prefix > MAX_TOKENS {
+        return Err(bad(format!("prefix must be at most {MAX_TOKENS}")));
+    }
+    let sizes = args.tokens.iter().map(|&tokens| {
+        let case = AttentionCase {
+            heads,
+            rows: args.rows,
+            tokens,
+            prefix: args.prefix,
+        };
+        attention_on(ordinal, case, args.rounds).map_err(gpu_error)
+    });
+    Ok(json!({
+        "bench": "attention",
+        "version": crate::cli::version(),
+        "heads": heads.q,
+        "kv_heads": heads.kv,
+        "head_dim": heads.dim,
+        "sizes": sizes.collect::<Result<Vec<_>, _>>()?,
     }))
 }
 

@@ -63,7 +63,7 @@ pub(crate) fn run(args: &DecodeArgs) -> Result<String, OmniError> {
 
 #[cfg(not(feature = "cuda"))]
 fn measured(_args: &DecodeArgs) -> Result<Value, OmniError> {
-    Err(bad("gpu: this build has no GPU path (feature cuda)"))
+    Err(super::no_gpu())
 }
 
 #[cfg(feature = "cuda")]

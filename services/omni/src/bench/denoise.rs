@@ -155,7 +155,7 @@ pub(crate) fn run(args: &DenoiseArgs) -> Result<String, OmniError> {
 
 #[cfg(not(feature = "cuda"))]
 fn on_gpu(_args: &DenoiseArgs, _ordinal: usize) -> Result<Value, OmniError> {
-    Err(bad("gpu: this build has no GPU path (feature cuda)"))
+    Err(super::no_gpu())
 }
 
 #[cfg(feature = "cuda")]
@@ -227,14 +227,21 @@ fn config(args: &DenoiseArgs) -> Result<ModelConfig, OmniError> {
     read_config(path, args.layers)
 }
 
-/// The config in a file, with only its first `layers` layers.
+/// The config in a file, and that of generation beside it if there is one, with only the first `layers` layers.
 pub(super) fn read_config(path: &Path, layers: Option<usize>) -> Result<ModelConfig, OmniError> {
-    let text = std::fs::read_to_string(path)
-        .map_err(|error| bad(format!("config {}: {error}", path.display())))?;
-    let value: Value = serde_json::from_str(&text)
-        .map_err(|error| bad(format!("config {}: {error}", path.display())))?;
-    let mut config =
-        ModelConfig::parse(&value, &Value::Object(serde_json::Map::new())).map_err(model_error)?;
+    let read = |path: &Path| -> Result<Value, OmniError> {
+        let wrong =
+            |error: &dyn std::fmt::Display| bad(format!("config {}: {error}", path.display()));
+        let text = std::fs::read_to_string(path).map_err(|error| wrong(&error))?;
+        serde_json::from_str(&text).map_err(|error| wrong(&error))
+    };
+    let beside = path.with_file_name(model::config::GENERATION_FILE);
+    let generation = if beside.exists() {
+        read(&beside)?
+    } else {
+        Value::Object(serde_json::Map::new())
+    };
+    let mut config = ModelConfig::parse(&read(path)?, &generation).map_err(model_error)?;
     if let Some(layers) = layers {
         if !(1..=config.num_layers()).contains(&layers) {
             let most = config.num_layers();

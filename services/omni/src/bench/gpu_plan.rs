@@ -1,13 +1,14 @@
 //! A measurement under a plan: a thread a GPU, in this process.
 use std::{sync::Arc, time::Duration};
 
-use kernels::cuda::{Comm, CommId, CommOptions, CudaError, Gpu};
+use kernels::cuda::{Comm, CommId, CommOptions, Gpu};
 use model::{ModelError, gpu::GpuShare};
 use serde_json::Value;
 
 use super::{
     bad,
     gpu::{GpuBench, measure},
+    gpu_ops::gpu_error,
     model_error,
 };
 use crate::error::OmniError;
@@ -49,8 +50,4 @@ fn rank(bench: &GpuBench<'_>, id: &CommId, share: GpuShare) -> Result<Value, Omn
     let (place, ranks) = (share.rank(), share.ranks());
     let comm = Comm::join(&gpu, id, place, ranks, &options).map_err(gpu_error)?;
     measure(bench, Some((share, Arc::new(comm))))
-}
-
-fn gpu_error(error: CudaError) -> OmniError {
-    model_error(ModelError::from(error))
 }

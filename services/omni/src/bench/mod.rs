@@ -7,23 +7,34 @@ mod flops;
 #[cfg(feature = "cuda")]
 mod gpu;
 #[cfg(feature = "cuda")]
+mod gpu_collectives;
+#[cfg(feature = "cuda")]
+mod gpu_ops;
+#[cfg(feature = "cuda")]
 mod gpu_plan;
 #[cfg(feature = "cuda")]
 mod gpu_text;
 mod memory;
 mod offload;
+mod on_gpu;
 mod transfer;
 
 pub(crate) use attention::{AttentionArgs, run as attention};
 pub(crate) use decode::{DecodeArgs, run as decode};
 pub(crate) use denoise::{DenoiseArgs, run as denoise};
 pub(crate) use offload::{OffloadArgs, run as offload};
+pub(crate) use on_gpu::{CollectivesArgs, MoeArgs, VaeArgs, collectives, moe, vae};
 pub(crate) use transfer::{TransferArgs, run as transfer};
 
 use crate::error::OmniError;
 
 fn bad(message: impl Into<String>) -> OmniError {
     OmniError::Config(message.into())
+}
+
+#[cfg(not(feature = "cuda"))]
+fn no_gpu() -> OmniError {
+    bad("gpu: this build has no GPU path (feature cuda)")
 }
 
 fn model_error(error: model::ModelError) -> OmniError {

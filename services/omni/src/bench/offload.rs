@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::{
     bad,
-    denoise::{Batch, guided_jobs, parse_size, read_config},
+    denoise::{Batch, Weights, guided_jobs, parse_size, read_config},
     json as print, median, memory, model_error,
 };
 use crate::error::OmniError;
@@ -27,12 +27,7 @@ pub(crate) struct OffloadArgs {
     #[arg(long, value_name = "DIR", required_unless_present = "config")]
     model: Option<PathBuf>,
     /// config.json of a model; made-up weights are written into --scratch and removed at the end.
-    #[arg(
-        long,
-        value_name = "FILE",
-        conflicts_with = "model",
-        requires = "scratch"
-    )]
+    #[arg(long, value_name = "FILE", conflicts_with = "model")]
     config: Option<PathBuf>,
     /// Empty directory for made-up weights.
     #[arg(long, value_name = "DIR")]
@@ -58,6 +53,12 @@ pub(crate) struct OffloadArgs {
     /// Compute threads; 0: one a core.
     #[arg(long, default_value_t = 0)]
     threads: usize,
+    /// On this GPU, by its number, with layers that travel from host memory (builds with the feature `cuda`).
+    #[arg(long, value_name = "NUMBER")]
+    gpu: Option<usize>,
+    /// How the GPU holds the large matrices. Without it: bf16.
+    #[arg(long, value_enum, requires = "gpu")]
+    weights: Option<Weights>,
 }
 
 /// Removes made-up weights however the measurement ends.
@@ -82,6 +83,9 @@ pub(crate) fn run(args: &OffloadArgs) -> Result<String, OmniError> {
             return Err(bad(format!("{name} must be 1 to {most}, got {values:?}")));
         }
     }
+    if let Some(ordinal) = args.gpu {
+        return print(&on_gpu(args, ordinal)?);
+    }
     crate::roles::set_threads(args.threads)?;
     let _scratch = Scratch(args.scratch.as_ref().filter(|_| args.config.is_some()));
     let mut first = true;
@@ -102,6 +106,62 @@ pub(crate) fn run(args: &OffloadArgs) -> Result<String, OmniError> {
         "prefix_tokens": args.prefix,
         "steps": args.steps,
         "measured": resident,
+    }))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn on_gpu(_: &OffloadArgs, _: usize) -> Result<Value, OmniError> {
+    Err(super::no_gpu())
+}
+
+/// Steps of every batch with all layers on the GPU, then with fewer.
+#[cfg(feature = "cuda")]
+fn on_gpu(args: &OffloadArgs, ordinal: usize) -> Result<Value, OmniError> {
+    use super::gpu::{GpuBench, Picture, run};
+
+    let config = match (&args.model, &args.config) {
+        (Some(dir), _) => model::ModelConfig::from_dir(dir).map_err(model_error)?,
+        (None, Some(path)) => read_config(path, args.layers)?,
+        (None, None) => return Err(bad("give --model or --config")),
+    };
+    let (width, height) = parse_size(args.size.as_deref(), &config)?;
+    let guidance = config.generation.guidance;
+    let picture = Picture {
+        width,
+        height,
+        guidance,
+    };
+    let measure = |resident, pictures| {
+        run(&GpuBench {
+            config: config.clone(),
+            checkpoint: args.model.as_ref(),
+            ordinal,
+            plan: parallel::Plan::default(),
+            weights: args.weights.unwrap_or_default().into(),
+            resident_layers: resident,
+            pictures: vec![picture; pictures],
+            steps: args.steps,
+            prefix: args.prefix,
+            whole: false,
+            seed: 0,
+        })
+    };
+    let mut measured = Vec::new();
+    for pictures in &args.pictures {
+        let stay = measure(None, *pictures)?;
+        let ms = |of: &Value| of["ms_per_step"].as_f64().unwrap_or(f64::NAN);
+        let all = ms(&stay);
+        measured.push(stay);
+        for resident in &args.resident {
+            let mut some = measure(Some(*resident), *pictures)?;
+            some["rate_of_all_resident"] = json!(all / ms(&some));
+            measured.push(some);
+        }
+    }
+    Ok(json!({
+        "bench": "offload",
+        "version": crate::cli::version(),
+        "measured": measured,
     }))
 }
 
