@@ -58,6 +58,19 @@ pub enum ModelError {
         /// Bytes free, perhaps not in one piece.
         free: usize,
     },
+    /// A model and what is asked of it need more memory than a GPU has.
+    #[cfg(feature = "cuda")]
+    #[error("gpu {ordinal}: {needed} bytes are needed, {free} are free: {missing} are missing; what would fit: {instead}", missing = needed.saturating_sub(*free))]
+    TooLarge {
+        /// Number of the GPU.
+        ordinal: usize,
+        /// Bytes asked for.
+        needed: usize,
+        /// Bytes free.
+        free: usize,
+        /// Ways that do fit.
+        instead: String,
+    },
     /// The GPU refused or failed.
     #[cfg(feature = "cuda")]
     #[error("gpu: {0}")]
@@ -104,7 +117,9 @@ impl ModelError {
             Self::Unimplemented(_) => ErrorKind::Unimplemented,
             Self::Exhausted { .. } => ErrorKind::Exhausted,
             #[cfg(feature = "cuda")]
-            Self::Gpu(kernels::cuda::CudaError::OutOfMemory { .. }) => ErrorKind::Exhausted,
+            Self::TooLarge { .. } | Self::Gpu(kernels::cuda::CudaError::OutOfMemory { .. }) => {
+                ErrorKind::Exhausted
+            }
             #[cfg(feature = "cuda")]
             Self::Gpu(_) => ErrorKind::Internal,
             Self::Kernel(_) | Self::Internal(_) | Self::Ranks(_) => ErrorKind::Internal,

@@ -10,6 +10,7 @@ mod batch;
 mod convs;
 mod deal;
 mod ends;
+mod fit;
 mod group;
 mod job;
 mod layer;
@@ -120,8 +121,8 @@ impl GpuModel {
     /// Opens a checkpoint directory. The whole set of tensors is checked before any value is read.
     ///
     /// # Errors
-    /// A bad config or checkpoint, each with the field, file or tensor named; `Gpu` without a usable GPU, or
-    /// when its memory does not suffice (saying for what, and how much is missing).
+    /// A bad config or checkpoint, each with the field, file or tensor named; `Gpu` without a usable GPU; `TooLarge`
+    /// when its memory does not suffice, saying what would fit.
     pub fn open(dir: &Path, options: GpuOptions) -> Result<Self, ModelError> {
         let config = ModelConfig::from_dir(dir)?;
         let alone = Place::alone(&config, options.ordinal)?;
@@ -191,6 +192,7 @@ impl GpuModel {
             let message = "text on gpus under a plan".to_owned();
             return Err(ModelError::Unimplemented(message));
         }
+        fit::check(&gpu, &config, &share, options)?;
         let range = share.shard().layers();
         let dims: Vec<_> = range
             .clone()

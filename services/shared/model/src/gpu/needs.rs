@@ -47,13 +47,27 @@ impl GpuNeeds {
         options: &GpuOptions,
         (vae, latents): (GpuVaeParts, usize),
     ) -> Result<Self, ModelError> {
-        let share = GpuShare::new(config, plan, 0)?;
+        Self::of_share(
+            config,
+            &GpuShare::new(config, plan, 0)?,
+            options,
+            (vae, latents),
+        )
+    }
+
+    /// What the rank of `share` needs.
+    pub(super) fn of_share(
+        config: &ModelConfig,
+        share: &GpuShare,
+        options: &GpuOptions,
+        (vae, latents): (GpuVaeParts, usize),
+    ) -> Result<Self, ModelError> {
         let range = share.shard().layers();
-        let dims = LayerDims::new(config, &share, range.start)?;
+        let dims = LayerDims::new(config, share, range.start)?;
         let layers = range.len();
         let sizes = Sizes {
             dims: &dims,
-            heads: shape(config, &share).heads,
+            heads: shape(config, share).heads,
             weights: options.weights,
         };
         Ok(Self {
@@ -61,7 +75,7 @@ impl GpuNeeds {
             layer: LayerLayout::new(&dims, options.weights).bytes,
             resident: options.resident_layers.unwrap_or(layers).min(layers),
             small: ends(config, options.text) + staging(&dims, options.weights),
-            pass: sizes.bytes(&largest(&share, options.max_tokens)),
+            pass: sizes.bytes(&largest(share, options.max_tokens)),
             vae: vae_bytes(config, vae, latents),
             reserve: RESERVE,
         })
