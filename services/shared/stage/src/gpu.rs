@@ -455,3 +455,73 @@ fn largest_latents(config: &ModelConfig) -> Result<(usize, usize), StageError> {
 fn refused(error: CudaError) -> StageError {
     StageError::config("device", error.to_string())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(plan: &str, settings: GpuSettings) -> (ModelConfig, GpuLoad) {
+        let published = concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../../../integration-tests/fixtures/published"
+        );
+        let load = GpuLoad {
+            dir: published.into(),
+            plan: plan.parse().unwrap(),
+            settings,
+            text: false,
+            max_tokens: 16_384,
+            kv_tokens: 65_536,
+            max_rows: 16,
+            vae: GpuVaeParts {
+                decoder: true,
+                encoder: false,
+            },
+        };
+        (ModelConfig::from_dir(&load.dir).unwrap(), load)
+    }
+
+    /// What is said of the released model on a GPU with so many free bytes.
+    fn said(free: usize, settings: GpuSettings) -> String {
+        let (config, load) = load("single", settings);
+        let needs = load.needs(&config, &load.plan).unwrap();
+        let (least, most) = load.kv_bounds(&config);
+        assert!(least < most);
+        load.misfit(&config, &needs, (free, least)).to_string()
+    }
+
+    #[test]
+    fn too_little_memory_says_how_much_is_missing_and_what_would_fit() {
+        let text = said(139 << 30, GpuSettings::default());
+        assert!(
+            text.starts_with("gpu_memory has 149250113536 bytes"),
+            "{text}"
+        );
+        for part in [
+            "are missing",
+            "resident_layers=2",
+            "weights=fp8",
+            "plan=cfg=2,ep=cfg",
+        ] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+        let small = GpuSettings {
+            fp8: true,
+            ..GpuSettings::default()
+        };
+        let text = said(16 << 30, small.clone());
+        assert!(!text.contains("weights=fp8"), "{text}");
+        let text = said(1 << 30, small);
+        assert!(text.contains("nothing smaller fits"), "{text}");
+    }
+
+    #[test]
+    fn layers_that_the_model_has_not_are_refused_before_a_gpu_is_touched() {
+        let settings = GpuSettings {
+            resident_layers: Some(33),
+            ..GpuSettings::default()
+        };
+        let error = load("single", settings).1.check().unwrap_err().to_string();
+        assert!(error.contains("resident_layers is 33"), "{error}");
+    }
+}
