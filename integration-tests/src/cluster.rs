@@ -41,11 +41,15 @@ pub fn omni() -> &'static Path {
             .exec()
             .unwrap();
         let release = !cfg!(debug_assertions);
+        let cuda = cfg!(feature = "cuda");
         let mut build = Command::new(env!("CARGO"));
         build.args(["build", "--quiet", "--package", "omni", "--bin", "omni"]);
         build.current_dir(&metadata.workspace_root);
         if release {
             build.arg("--release");
+        }
+        if cuda {
+            build.args(["--features", "cuda"]);
         }
         assert!(build.status().unwrap().success(), "omni does not build");
         let profile = if release { "release" } else { "debug" };

@@ -7,3 +7,4 @@
 
 mod golden;
 mod pictures;
+mod served;
