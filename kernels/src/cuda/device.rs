@@ -7,13 +7,14 @@ use cudarc::driver::sys::{self, CUdevice_attribute_enum as Attribute, CUfunction
 use cudarc::driver::{CudaContext, CudaFunction, CudaModule, CudaStream, result};
 use cudarc::nvrtc::Ptx;
 
+use super::early::EarlyKernels;
 use super::error::{CudaError, Result};
 use super::memory::Spare;
 
 /// Version of CUDA the kernels are compiled for, as the driver counts.
 const CUDA_VERSION: i32 = 13_000;
 /// Shared memory a block may have without asking, in bytes.
-const PLAIN_SHARED_BYTES: u32 = 48 << 10;
+pub(super) const PLAIN_SHARED_BYTES: u32 = 48 << 10;
 
 static CUBINS: &[(&str, &[u8])] = &include!(concat!(env!("OUT_DIR"), "/cubins.rs"));
 
@@ -25,6 +26,7 @@ pub struct Gpu {
     name: String,
     modules: RwLock<HashMap<&'static str, Arc<CudaModule>>>,
     functions: RwLock<HashMap<(&'static str, &'static str), CudaFunction>>,
+    early: EarlyKernels,
     spare: Mutex<Spare>,
 }
 
@@ -92,6 +94,7 @@ impl Gpu {
             name,
             modules: RwLock::default(),
             functions: RwLock::default(),
+            early: EarlyKernels::default(),
             spare: Mutex::default(),
         }))
     }
@@ -142,6 +145,11 @@ impl Gpu {
         &self.spare
     }
 
+    /// Kernels that may start early.
+    pub(super) fn early(&self) -> &EarlyKernels {
+        &self.early
+    }
+
     /// The stream that work runs on.
     pub(crate) fn stream(&self) -> &Arc<CudaStream> {
         &self.stream
@@ -180,16 +188,22 @@ impl Gpu {
         if let Some(module) = modules.get(file) {
             return Ok(module.clone());
         }
-        let image = CUBINS.iter().find(|(name, _)| *name == file);
-        let (_, image) = image.ok_or_else(|| CudaError::Library {
-            library: "kernels",
-            call: "module",
-            message: format!("{file}.cu was not compiled into this build"),
-        })?;
+        let image = image(file)?;
         let module = self.context.load_module(Ptx::from_binary(image.to_vec()))?;
         modules.insert(file, module.clone());
         Ok(module)
     }
+}
+
+/// What nvcc made of `cuda/<file>.cu`.
+pub(super) fn image(file: &'static str) -> Result<&'static [u8]> {
+    let image = CUBINS.iter().find(|(name, _)| *name == file);
+    let (_, image) = image.ok_or_else(|| CudaError::Library {
+        library: "kernels",
+        call: "module",
+        message: format!("{file}.cu was not compiled into this build"),
+    })?;
+    Ok(image)
 }
 
 impl Drop for Gpu {
@@ -197,6 +211,7 @@ impl Drop for Gpu {
         if self.context.bind_to_thread().is_err() {
             return;
         }
+        self.early.clear();
         let spare = self.spare.get_mut().unwrap_or_else(PoisonError::into_inner);
         for address in spare.drain() {
             // A failure can only repeat one that was reported by the call that caused it.

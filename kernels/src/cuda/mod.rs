@@ -19,7 +19,11 @@ mod comm_library;
 mod comm_ops;
 mod conv;
 mod conv_layout;
+mod decode;
+mod decode_attention;
+mod decode_rows;
 mod device;
+mod early;
 mod embed;
 mod error;
 mod gemm;
@@ -50,7 +54,16 @@ pub use comm::{Comm, CommAborter, CommId, CommOptions, Lane};
 pub use comm_ops::Transfer;
 pub use conv::{ConvOptions, Moves, Shortcut, conv, conv_sum_elements};
 pub use conv_layout::{ChannelSums, GpuConvWeight, Pictures};
+pub use decode::{
+    DECODE_TOKENS, DecodeProduct, DecodeWeights, decode_activation, decode_dense, decode_down,
+    decode_gate_up,
+};
+pub use decode_attention::{DecodeAttention, DecodeRow, DecodeRows, decode_attention};
+pub use decode_rows::{
+    DecodeEnter, DecodeRoute, DecodeRouting, DecodeSource, decode_enter, decode_route, likeliest,
+};
 pub use device::{Gpu, GpuMemory};
+pub use early::Start;
 pub use embed::{RowIndex, gather_rows, move_rows, narrow_to_bf16, scalar_code, scatter_rows};
 pub use error::{CudaError, Result};
 pub use gemm::{Finish, gemm, gemm_fp8, grouped_gemm, grouped_gemm_fp8, grouped_swiglu_fp8};

@@ -34,7 +34,7 @@ pub struct KvSlot {
 
 impl KvSlot {
     /// The last row of `kv_heads` heads and `layers` layers.
-    fn last(&self, kv_heads: usize, layers: usize) -> usize {
+    pub(super) fn last(&self, kv_heads: usize, layers: usize) -> usize {
         let heads = kv_heads
             .saturating_sub(1)
             .saturating_mul(self.per_head as usize);

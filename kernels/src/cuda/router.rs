@@ -79,6 +79,11 @@ impl RouterWeight {
         Ok(Self { terms })
     }
 
+    /// The terms, bf16 `[3, experts, width]`.
+    pub(super) fn terms(&self) -> &GpuTensor {
+        &self.terms
+    }
+
     /// Number of experts.
     #[must_use]
     pub fn experts(&self) -> usize {

@@ -30,9 +30,9 @@ pub(crate) struct DecodeArgs {
     /// How the GPU holds the large matrices.
     #[arg(long, value_enum, default_value_t)]
     weights: Weights,
-    /// Rows that decode together.
-    #[arg(long, default_value_t = 1)]
-    rows: usize,
+    /// Rows that decode together; several numbers are measured one after the other.
+    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16,32")]
+    rows: Vec<usize>,
     /// Tokens of every row before decoding begins.
     #[arg(long, default_value_t = 1024)]
     prefix: usize,
@@ -49,11 +49,11 @@ pub(crate) struct DecodeArgs {
 
 /// Runs the measurement.
 pub(crate) fn run(args: &DecodeArgs) -> Result<String, OmniError> {
-    for (name, value, most) in [
-        ("rows", args.rows, MAX_ROWS),
+    let rows = args.rows.iter().map(|rows| ("rows", *rows, MAX_ROWS));
+    for (name, value, most) in rows.chain([
         ("prefix", args.prefix, MAX_TOKENS),
         ("steps", args.steps, MAX_TOKENS),
-    ] {
+    ]) {
         if !(1..=most).contains(&value) {
             return Err(bad(format!("{name} must be 1 to {most}, got {value}")));
         }
@@ -78,7 +78,7 @@ fn measured(args: &DecodeArgs) -> Result<Value, OmniError> {
         checkpoint: args.model.as_deref(),
         ordinal: args.gpu,
         weights: args.weights.into(),
-        rows: args.rows,
+        rows: &args.rows,
         prefix: args.prefix,
         steps: args.steps,
         seed: args.seed,

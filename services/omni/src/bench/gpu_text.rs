@@ -2,6 +2,7 @@
 use std::path::Path;
 
 use base::clock;
+use kernels::cuda::{CudaError, GpuTensor, GpuType, fill_random};
 use model::{
     ModelConfig,
     gpu::{GpuCache, GpuModel, GpuOptions, WeightType},
@@ -13,9 +14,12 @@ use super::{median, model_error};
 use crate::error::OmniError;
 
 /// Decoded tokens that are not timed.
-const WARM_UP: usize = 4;
+const WARM_UP: usize = 8;
 /// Passes of the prefill, of which the median counts.
-const PREFILLS: usize = 3;
+const PREFILLS: usize = 5;
+/// Bytes that are copied to learn the rate of the memory, and how often: the first ones warm up.
+const COPIED_BYTES: usize = 2 << 30;
+const COPIES: usize = 40;
 
 /// What was asked for.
 pub(super) struct TextBench<'a> {
@@ -24,7 +28,8 @@ pub(super) struct TextBench<'a> {
     pub(super) checkpoint: Option<&'a Path>,
     pub(super) ordinal: usize,
     pub(super) weights: WeightType,
-    pub(super) rows: usize,
+    /// Sizes of the batches, each measured on its own.
+    pub(super) rows: &'a [usize],
     pub(super) prefix: usize,
     pub(super) steps: usize,
     pub(super) seed: u64,
@@ -35,11 +40,12 @@ pub(super) fn run(bench: &TextBench<'_>) -> Result<Value, OmniError> {
     let config = &bench.config;
     let total = bench.prefix + WARM_UP + bench.steps;
     let row_bytes = config.num_layers() * 4 * config.num_kv_heads * config.head_dim;
+    let most = bench.rows.iter().copied().max().unwrap_or(1);
     let options = GpuOptions {
         ordinal: bench.ordinal,
         weights: bench.weights,
-        max_tokens: bench.rows.max(bench.prefix),
-        kv_bytes: (bench.rows + 2) * (total + 256) * row_bytes,
+        max_tokens: most.max(bench.prefix),
+        kv_bytes: (most + 2) * (total + 256) * row_bytes,
         resident_layers: None,
         text: true,
     };
@@ -48,55 +54,111 @@ pub(super) fn run(bench: &TextBench<'_>) -> Result<Value, OmniError> {
         None => GpuModel::random(config.clone(), options, bench.seed),
     }
     .map_err(model_error)?;
-    let ids: Vec<u32> = (0..bench.prefix)
-        .map(|i| ((i * 7919 + 13) % config.vocab_size) as u32)
-        .collect();
-    let mut prefills = Vec::with_capacity(PREFILLS);
+    let prefill = prefill(&mut model, bench)?;
+    let copy = copy_rate(&model)?;
+    let mut batches = Vec::with_capacity(bench.rows.len());
+    for rows in bench.rows {
+        let times = decode(&mut model, bench, *rows)?;
+        batches.push(batch(bench, *rows, median(&times), copy));
+    }
+    Ok(json!({
+        "bench": "decode",
+        "version": crate::cli::version(),
+        "device": model.gpu().name(),
+        "model": config.name,
+        "weight_type": format!("{:?}", bench.weights).to_lowercase(),
+        "layers": config.num_layers(),
+        "prefix_tokens": bench.prefix,
+        "prefill_ms": prefill,
+        "prefill_tokens_per_second": bench.prefix as f64 / prefill * 1e3,
+        "copy_gigabytes_per_second": copy,
+        "batches": batches,
+    }))
+}
+
+/// A prompt of its own for each row: rows of one prompt would share their experts.
+fn prompt(bench: &TextBench<'_>, row: usize) -> Vec<u32> {
+    (0..bench.prefix)
+        .map(|i| (((i + 1) * (7919 + 2 * row) + 13 * row) % bench.config.vocab_size) as u32)
+        .collect()
+}
+
+/// Milliseconds from a prompt to the logits of its last token.
+fn prefill(model: &mut GpuModel, bench: &TextBench<'_>) -> Result<f64, OmniError> {
+    let ids = prompt(bench, 0);
+    let mut times = Vec::with_capacity(PREFILLS);
     for _ in 0..PREFILLS {
         let mut cache = model.cache(bench.prefix).map_err(model_error)?;
-        synchronize(&model)?;
+        synchronize(model)?;
         let begun = clock::now();
-        pass(&mut model, &[(0, &ids)], &mut [&mut cache], false)?;
-        synchronize(&model)?;
-        prefills.push(clock::millis_since(begun));
+        let hidden = pass(model, &[(0, &ids)], &mut [&mut cache])?;
+        let last = hidden.narrow0(bench.prefix - 1, 1).map_err(gpu_error)?;
+        model.logits(&last).map_err(model_error)?;
+        synchronize(model)?;
+        times.push(clock::millis_since(begun));
     }
-    let mut caches = Vec::with_capacity(bench.rows);
-    for _ in 0..bench.rows {
+    Ok(median(&times))
+}
+
+/// Milliseconds of each step of `rows` rows, with the choice of every row's token back on the host.
+fn decode(model: &mut GpuModel, bench: &TextBench<'_>, rows: usize) -> Result<Vec<f64>, OmniError> {
+    let total = bench.prefix + WARM_UP + bench.steps;
+    let mut caches = Vec::with_capacity(rows);
+    let mut next = Vec::with_capacity(rows);
+    for row in 0..rows {
         let mut cache = model.cache(total).map_err(model_error)?;
-        pass(&mut model, &[(0, &ids)], &mut [&mut cache], false)?;
+        let ids = prompt(bench, row);
+        pass(model, &[(0, &ids)], &mut [&mut cache])?;
+        next.push(ids[bench.prefix - 1]);
         caches.push(cache);
     }
-    let mut next = vec![ids[0]; bench.rows];
     let mut times = Vec::with_capacity(bench.steps);
     for step in 0..WARM_UP + bench.steps {
         let begun = clock::now();
         let at = bench.prefix + step;
         let inputs: Vec<(usize, &[u32])> = next.chunks(1).map(|id| (at, id)).collect();
         let mut borrowed: Vec<&mut GpuCache> = caches.iter_mut().collect();
-        let logits = pass(&mut model, &inputs, &mut borrowed, true)?;
-        next = logits
-            .chunks_exact(config.vocab_size)
-            .map(likeliest)
-            .collect();
+        let hidden = pass(model, &inputs, &mut borrowed)?;
+        let logits = model.logits(&hidden).map_err(model_error)?;
+        next = model.likeliest(&logits).map_err(model_error)?;
         if step >= WARM_UP {
             times.push(clock::millis_since(begun));
         }
     }
-    Ok(report(bench, &model, median(&prefills), &times))
+    Ok(times)
+}
+
+/// Gigabytes read and written per second by a large copy on the device.
+fn copy_rate(model: &GpuModel) -> Result<f64, OmniError> {
+    let dims = [COPIED_BYTES / GpuType::Bf16.bytes()];
+    let new = || GpuTensor::new(model.gpu(), &dims, GpuType::Bf16, "copied bytes");
+    let (from, to) = (new().map_err(gpu_error)?, new().map_err(gpu_error)?);
+    fill_random(&from, 1, 1.0).map_err(gpu_error)?;
+    let mut times = Vec::with_capacity(COPIES);
+    for _ in 0..COPIES {
+        synchronize(model)?;
+        let begun = clock::now();
+        to.copy_from(&from).map_err(gpu_error)?;
+        synchronize(model)?;
+        times.push(clock::millis_since(begun));
+    }
+    Ok(2.0 * COPIED_BYTES as f64 / median(&times[COPIES / 2..]) / 1e6)
 }
 
 fn synchronize(model: &GpuModel) -> Result<(), OmniError> {
-    let waited = model.gpu().synchronize();
-    waited.map_err(|error| model_error(error.into()))
+    model.gpu().synchronize().map_err(gpu_error)
 }
 
-/// Runs rows `(start, ids)` on their caches; with `logits`, those of each row's last token.
+fn gpu_error(error: CudaError) -> OmniError {
+    model_error(error.into())
+}
+
+/// Runs rows `(start, ids)` on their caches: their hidden states.
 fn pass(
     model: &mut GpuModel,
     rows: &[(usize, &[u32])],
     caches: &mut [&mut GpuCache],
-    logits: bool,
-) -> Result<Vec<f32>, OmniError> {
+) -> Result<GpuTensor, OmniError> {
     let inputs: Vec<RowInput<'_>> = rows
         .iter()
         .map(|(start, ids)| RowInput {
@@ -107,63 +169,42 @@ fn pass(
             vectors: &[],
         })
         .collect();
-    let hidden = model
-        .run_rows(&inputs, caches, logits)
-        .map_err(model_error)?;
-    let Some(hidden) = hidden else {
-        return Ok(Vec::new());
-    };
-    let logits = model.logits(&hidden).map_err(model_error)?;
-    logits
-        .to_f32_vec()
-        .map_err(|error| model_error(error.into()))
+    let hidden = model.run_rows(&inputs, caches, true).map_err(model_error)?;
+    let lost = || model::ModelError::Internal("a pass without hidden states".into());
+    hidden.ok_or_else(|| model_error(lost()))
 }
 
-fn likeliest(logits: &[f32]) -> u32 {
-    let best = logits
-        .iter()
-        .enumerate()
-        .max_by(|(_, a), (_, b)| a.total_cmp(b));
-    best.map_or(0, |(id, _)| id as u32)
-}
-
-/// Weight bytes that one decoded token of one row reads: everything but the experts it does not choose.
-fn weight_bytes(bench: &TextBench<'_>) -> f64 {
+/// Weight bytes that one step of `rows` rows reads at least, where each token chooses its experts at random.
+fn weight_bytes(bench: &TextBench<'_>, rows: usize) -> f64 {
     let config = &bench.config;
     let width = config.num_heads * config.head_dim;
     let projections = config.hidden_size * (2 * width + 2 * config.num_kv_heads * config.head_dim);
     let element = match bench.weights {
-        WeightType::Bf16 => 2,
-        WeightType::Fp8 => 1,
+        WeightType::Bf16 => 2.0,
+        WeightType::Fp8 => 1.0,
     };
-    let layers: usize = config
+    let layers: f64 = config
         .layers
         .iter()
         .map(|layer| {
-            let inner = layer.top_k * layer.intermediate + layer.shared_intermediate.unwrap_or(0);
-            element * (projections + 3 * config.hidden_size * inner)
+            let experts = layer.experts as f64;
+            let missed = 1.0 - layer.top_k as f64 / experts;
+            let chosen = experts * (1.0 - missed.powf(rows as f64)) * layer.intermediate as f64;
+            let inner = chosen + layer.shared_intermediate.unwrap_or(0) as f64;
+            element * (projections as f64 + 3.0 * config.hidden_size as f64 * inner)
         })
         .sum();
-    (layers + 2 * config.vocab_size * config.hidden_size) as f64
+    layers + (2 * config.vocab_size * config.hidden_size) as f64
 }
 
-fn report(bench: &TextBench<'_>, model: &GpuModel, prefill: f64, times: &[f64]) -> Value {
-    let step = median(times);
-    let bytes = weight_bytes(bench);
+fn batch(bench: &TextBench<'_>, rows: usize, step: f64, copy: f64) -> Value {
+    let bytes = weight_bytes(bench, rows);
     json!({
-        "bench": "decode",
-        "version": crate::cli::version(),
-        "device": model.gpu().name(),
-        "model": bench.config.name,
-        "weight_type": format!("{:?}", bench.weights).to_lowercase(),
-        "layers": bench.config.num_layers(),
-        "rows": bench.rows,
-        "prefix_tokens": bench.prefix,
-        "prefill_ms": prefill,
-        "prefill_tokens_per_second": bench.prefix as f64 / prefill * 1e3,
+        "rows": rows,
         "ms_per_step": step,
-        "tokens_per_second": bench.rows as f64 / step * 1e3,
-        "weight_gigabytes_per_row": bytes / 1e9,
-        "gigabytes_per_second_of_one_row": if bench.rows == 1 { json!(bytes / step / 1e6) } else { Value::Null },
+        "tokens_per_second": rows as f64 / step * 1e3,
+        "weight_gigabytes": bytes / 1e9,
+        "gigabytes_per_second": bytes / step / 1e6,
+        "share_of_bound": bytes / step / 1e6 / copy,
     })
 }

@@ -22,7 +22,7 @@ pub enum WeightType {
 }
 
 impl WeightType {
-    fn element(self) -> GpuType {
+    pub(super) fn element(self) -> GpuType {
         match self {
             Self::Bf16 => GpuType::Bf16,
             Self::Fp8 => GpuType::E4m3,

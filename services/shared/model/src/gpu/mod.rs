@@ -9,6 +9,7 @@ mod arena;
 mod batch;
 mod convs;
 mod deal;
+mod decode;
 mod ends;
 mod fit;
 mod group;
@@ -45,6 +46,7 @@ pub use self::advance::GpuAdvance;
 use self::arena::KvArena;
 use self::batch::Batch;
 use self::convs::{From, GpuHead, GpuStem};
+use self::decode::Decoder;
 pub use self::group::GpuGroup;
 pub use self::job::{GpuJob, GpuJobOutline, GpuJobSpec};
 use self::layout::LayerDims;
@@ -112,6 +114,8 @@ pub struct GpuModel {
     stem: GpuStem,
     head: GpuHead,
     text: Option<TextEnds>,
+    /// For passes of one token a row, where there are kernels for these sizes.
+    decoder: Option<Decoder>,
     /// Jobs made so far: each has its number.
     jobs: u64,
     batch: Option<Batch>,
@@ -225,6 +229,10 @@ impl GpuModel {
             .text
             .then(|| TextEnds::load(from, &config))
             .transpose()?;
+        let decoder = match &text {
+            Some(_) => Decoder::new(&gpu, &dims[0], shape, options.weights)?,
+            None => None,
+        };
         let loader = Loader::new(&gpu, (source, &share), options.weights, &dims)?;
         let small = range.clone().zip(&dims);
         let small = small.map(|(index, dims)| loader.small(index, dims));
@@ -248,6 +256,7 @@ impl GpuModel {
             stem,
             head,
             text,
+            decoder,
             jobs: 0,
             batch: None,
         })

@@ -1,7 +1,7 @@
 //! Prefixes made on the device: packed rows of tokens through the layers, their keys and values kept.
 
 use kernels::Tensor;
-use kernels::cuda::{GpuTensor, narrow_to_bf16};
+use kernels::cuda::{DecodeRow, GpuTensor, likeliest, narrow_to_bf16};
 
 use super::GpuModel;
 use super::arena::KvLease;
@@ -78,6 +78,20 @@ impl GpuCache {
         Ok(Self { lease, tokens })
     }
 
+    /// What decoding has to know of it.
+    pub(super) fn row(&self) -> DecodeRow {
+        DecodeRow {
+            at: self.lease.place(),
+            past: self.tokens,
+            room: self.lease.capacity(),
+        }
+    }
+
+    /// Counts tokens whose keys and values have been enqueued.
+    pub(super) fn append(&mut self, tokens: usize) {
+        self.tokens += tokens;
+    }
+
     /// Freezes the tokens held.
     pub fn into_prefix(self) -> GpuPrefix {
         GpuPrefix::of(self.lease, self.tokens)
@@ -117,6 +131,9 @@ impl GpuModel {
     /// Runs packed tokens of rows on top of their caches and appends to them. With `hidden` the last layer is
     /// computed whole and the raw hidden states `[tokens, hidden]` come back, valid until the next pass.
     ///
+    /// Up to 32 rows of one token each (and up to 256 choices of experts), of which hidden states are wanted, take the
+    /// kernels for decoding: the same function, with other rounding, and with bits that do not depend on other rows.
+    ///
     /// # Errors
     /// Those of [`GpuModel::prefill`].
     pub fn run_rows(
@@ -128,6 +145,10 @@ impl GpuModel {
         // The workspace is about to be used otherwise.
         self.batch = None;
         let parts = prepared(inputs, caches, &self.config)?;
+        let decoder = self.decoder.as_ref().filter(|_| hidden);
+        if decoder.is_some_and(|decoder| decoder.takes(inputs)) {
+            return self.decode(inputs, caches).map(Some);
+        }
         let tokens = inputs.iter().map(|row| row.ids.len()).sum();
         let mut work = self.workspace(&Extent::alone(tokens))?;
         self.embed_text(inputs, &work.x)?;
@@ -182,7 +203,7 @@ impl GpuModel {
             self.store.done(index)?;
         }
         for (cache, input) in caches.iter_mut().zip(inputs) {
-            cache.tokens += input.ids.len();
+            cache.append(input.ids.len());
         }
         Ok(hidden.then(|| work.x.clone()))
     }
@@ -193,6 +214,15 @@ impl GpuModel {
     /// `Internal` when the model was opened without text, `Gpu` when the device failed.
     pub fn logits(&self, hidden: &GpuTensor) -> Result<GpuTensor, ModelError> {
         self.text.as_ref().ok_or_else(no_text)?.logits(hidden)
+    }
+
+    /// The likeliest token of each row of logits, found on the device; the first among equals.
+    ///
+    /// # Errors
+    /// `Gpu` when the device failed.
+    pub fn likeliest(&self, logits: &GpuTensor) -> Result<Vec<u32>, ModelError> {
+        let ids = likeliest(logits)?.to_i32_vec()?;
+        Ok(ids.into_iter().map(i32::cast_unsigned).collect())
     }
 
     /// Embeddings of all rows into `x`, and the vectors that replace some of them.

@@ -1,0 +1,6 @@
+// Decoding products with bf16 weights and activations.
+#include "decode.cuh"
+
+DECODE_PRODUCTS(decode_bf16_dense, false, kFloat, 2, 4096)
+DECODE_PRODUCTS(decode_bf16_gate_up, false, kSwiGlu, 2, 4096)
+DECODE_PRODUCTS(decode_bf16_down, false, kWeighted, 2, 3072)
