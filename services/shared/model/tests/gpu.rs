@@ -14,8 +14,8 @@ use model::backbone::NoProbe;
 use model::gpu::{GpuJob, GpuJobSpec, GpuModel, GpuOptions, GpuPrefix, WeightType};
 use model::input::RowInput;
 use model::{
-    DenoiseJob, JobOptions, JobSpec, Latents, LoadOptions, Model, PrefixKv, RowKind, RowTokens,
-    T2iRequest,
+    DenoiseJob, JobOptions, JobSpec, Latents, LoadOptions, Model, ModelConfig, PrefixKv, RowKind,
+    RowTokens, T2iRequest,
 };
 use parallel::RankContext;
 
@@ -28,6 +28,10 @@ const CHECKPOINT: &str = concat!(
 const DEMO: &str = concat!(
     env!("CARGO_MANIFEST_DIR"),
     "/../../../deploy/demo-model/checkpoint"
+);
+const PUBLISHED: &str = concat!(
+    env!("CARGO_MANIFEST_DIR"),
+    "/../../../integration-tests/fixtures/published"
 );
 const STEPS: usize = 5;
 
@@ -417,6 +421,38 @@ fn layers_that_travel_give_the_picture_of_layers_that_stay() {
     }
 }
 
+/// What one layer of the released sizes, with random weights, makes of a row of tokens.
+fn one_layer(weights: WeightType) -> Vec<f32> {
+    let mut config = ModelConfig::from_dir(Path::new(PUBLISHED)).unwrap();
+    config.layers.truncate(1);
+    config.vocab_size = 4096;
+    let mut model = GpuModel::random(config, options(weights, None), 5).unwrap();
+    let ids: Vec<u32> = (0..700).map(|i| i * 7919 % 4096).collect();
+    let row = RowInput {
+        start: 0,
+        ids: &ids,
+        images: &[],
+        full: &[],
+        vectors: &[],
+    };
+    let mut cache = model.cache(ids.len()).unwrap();
+    let hidden = model.run_rows(&[row], &mut [&mut cache], true).unwrap();
+    hidden.unwrap().to_f32_vec().unwrap()
+}
+
+#[test]
+#[ignore = "needs a Hopper GPU"]
+fn a_layer_in_fp8_has_the_direction_of_one_in_bf16() {
+    let (want, got) = (one_layer(WeightType::Bf16), one_layer(WeightType::Fp8));
+    let rows = want.chunks_exact(4096).zip(got.chunks_exact(4096));
+    let mut all: Vec<f64> = rows.map(|(want, got)| cosine(want, got)).collect();
+    all.sort_by(f64::total_cmp);
+    let (least, middle) = (all[0], all[all.len() / 2]);
+    println!("one layer in fp8: cosine {middle:.6}, least of any token {least:.6}");
+    // A token whose last expert is nearly tied may get the other one.
+    assert!(middle >= 0.999 && least >= 0.99, "{middle}, {least}");
+}
+
 #[test]
 #[ignore = "needs a Hopper GPU"]
 fn a_gpu_that_is_not_there_or_too_small_is_refused_by_name() {
@@ -438,5 +474,9 @@ fn a_gpu_that_is_not_there_or_too_small_is_refused_by_name() {
     let refused = GpuModel::open(Path::new(CHECKPOINT), greedy)
         .map(drop)
         .unwrap_err();
-    assert!(refused.to_string().contains("are missing"), "{refused}");
+    let text = refused.to_string();
+    assert!(
+        text.contains("are missing") && text.contains("would fit"),
+        "{text}"
+    );
 }
