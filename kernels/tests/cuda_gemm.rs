@@ -203,6 +203,7 @@ fn assert_near(what: &str, got: &GpuTensor, want: &Tensor, tolerance: f64) {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn grouped_products_are_those_of_the_cpu() {
     let gpu = Gpu::open(0).unwrap();
     for (i, case) in CASES.iter().enumerate() {
@@ -222,6 +223,7 @@ fn grouped_products_are_those_of_the_cpu() {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn grouped_products_of_8_bit_floats_are_near() {
     let gpu = Gpu::open(0).unwrap();
     for (i, case) in CASES.iter().enumerate() {
@@ -245,6 +247,7 @@ fn grouped_products_of_8_bit_floats_are_near() {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn dense_products_are_those_of_the_cpu() {
     let gpu = Gpu::open(0).unwrap();
     let case = Case {
@@ -265,6 +268,7 @@ fn dense_products_are_those_of_the_cpu() {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn a_dense_8_bit_product_is_the_grouped_one_of_one_group() {
     let gpu = Gpu::open(0).unwrap();
     let here = Operands::new(
@@ -291,6 +295,7 @@ fn a_dense_8_bit_product_is_the_grouped_one_of_one_group() {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn a_row_has_the_same_bits_whatever_else_is_in_the_call() {
     let gpu = Gpu::open(0).unwrap();
     let here = Operands::new(
@@ -332,6 +337,7 @@ fn uneven(here: &mut Operands) {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn codes_have_one_scale_a_row_even_where_columns_differ_widely() {
     let gpu = Gpu::open(0).unwrap();
     for (i, case) in CASES.iter().enumerate() {
@@ -348,6 +354,7 @@ fn codes_have_one_scale_a_row_even_where_columns_differ_widely() {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn codes_of_a_row_have_the_same_bits_whatever_else_is_in_the_call() {
     let gpu = Gpu::open(0).unwrap();
     let case = Case {
@@ -379,6 +386,7 @@ fn codes_of_a_row_have_the_same_bits_whatever_else_is_in_the_call() {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn rows_of_no_group_are_not_written() {
     let gpu = Gpu::open(0).unwrap();
     let here = Operands::new(
@@ -405,6 +413,7 @@ fn rows_of_no_group_are_not_written() {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn operands_that_do_not_fit_are_refused_by_name() {
     let gpu = Gpu::open(0).unwrap();
     let tensor = |dims: &[usize], dtype| GpuTensor::new(&gpu, dims, dtype, "test").unwrap();
