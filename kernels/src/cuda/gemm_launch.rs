@@ -163,6 +163,10 @@ impl Product<'_> {
                 ("gemm_fp8", ["gemm_fp8_codes", "gemm_fp8_codes_narrow"])
             }
             (true, After::Add(_), false) => ("gemm_fp8", ["gemm_fp8_add", "gemm_fp8_add_narrow"]),
+            (true, After::SwiGlu, _) => {
+                let reason = "of 8-bit floats goes out as such: grouped_swiglu_fp8";
+                return Err(argument(self.op, "finish", reason));
+            }
             _ => return Err(argument(self.op, "out", "must be bf16 for this product")),
         };
         Ok((file, if tiles == WIDE { wide } else { narrow }))
