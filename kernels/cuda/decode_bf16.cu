@@ -1,5 +1,5 @@
 // Decoding products with bf16 weights and activations.
-#include "decode.cuh"
+#include "decode_product.cuh"
 
 DECODE_PRODUCTS(decode_bf16_dense, false, kFloat, 2, 4096)
 DECODE_PRODUCTS(decode_bf16_gate_up, false, kSwiGlu, 2, 4096)

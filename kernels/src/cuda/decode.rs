@@ -64,7 +64,7 @@ impl DecodeProduct {
         if self == Self::Down { 3072 } else { 4096 }
     }
 
-    /// Bytes of the ring (`Ring` of `cuda/decode.cuh`): a stage is all of a short row, or that many bytes of a longer
+    /// Bytes of the ring (`Ring` of `cuda/decode_product.cuh`): a stage is all of a short row, or that many bytes of a longer
     /// one; rows are apart unless a stage is one piece of memory.
     fn ring_bytes(self, weights: GpuType, short: bool) -> usize {
         let (stage, slots) = match (short, self) {
@@ -238,7 +238,7 @@ fn weights(op: &'static str, w: DecodeWeights<'_>, groups: usize) -> Result<(usi
     Ok((n, k))
 }
 
-/// Arguments of the kernels, `decode::Arguments` of `cuda/decode.cuh`.
+/// Arguments of the kernels, `decode::Arguments` of `cuda/decode_product.cuh`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Arguments {

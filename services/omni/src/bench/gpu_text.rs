@@ -197,14 +197,26 @@ fn weight_bytes(bench: &TextBench<'_>, rows: usize) -> f64 {
     layers + (2 * config.vocab_size * config.hidden_size) as f64
 }
 
+/// Bytes of keys and values that a step of `rows` rows reads in the middle of the measurement.
+fn kv_bytes(bench: &TextBench<'_>, rows: usize) -> f64 {
+    let config = &bench.config;
+    let tokens = bench.prefix + WARM_UP + bench.steps / 2;
+    let token = config.num_layers() * 2 * config.num_kv_heads * config.head_dim * 2;
+    (rows * tokens * token) as f64
+}
+
+/// The bound is the time that a copy of as many bytes, read and written, takes: of weights alone, and with the keys
+/// and values.
 fn batch(bench: &TextBench<'_>, rows: usize, step: f64, copy: f64) -> Value {
-    let bytes = weight_bytes(bench, rows);
+    let (weights, kv) = (weight_bytes(bench, rows), kv_bytes(bench, rows));
     json!({
         "rows": rows,
         "ms_per_step": step,
         "tokens_per_second": rows as f64 / step * 1e3,
-        "weight_gigabytes": bytes / 1e9,
-        "gigabytes_per_second": bytes / step / 1e6,
-        "share_of_bound": bytes / step / 1e6 / copy,
+        "weight_gigabytes": weights / 1e9,
+        "kv_gigabytes": kv / 1e9,
+        "gigabytes_per_second": (weights + kv) / step / 1e6,
+        "share_of_weight_bound": weights / step / 1e6 / copy,
+        "share_of_bound": (weights + kv) / step / 1e6 / copy,
     })
 }

@@ -21,6 +21,7 @@ mod places;
 mod port;
 mod prefill;
 mod prefix;
+mod rotary;
 mod rows;
 mod scratch;
 mod share;
@@ -55,6 +56,7 @@ pub use self::needs::GpuNeeds;
 pub use self::port::PrefixPort;
 pub use self::prefill::GpuCache;
 pub use self::prefix::GpuPrefix;
+use self::rotary::Rotary;
 use self::rows::PassShape;
 pub use self::share::GpuShare;
 use self::share::{Attention, Flow};
@@ -116,6 +118,8 @@ pub struct GpuModel {
     text: Option<TextEnds>,
     /// For passes of one token a row, where there are kernels for these sizes.
     decoder: Option<Decoder>,
+    /// Of the first positions of text, as far as they were needed.
+    text_positions: Option<Rotary>,
     /// Jobs made so far: each has its number.
     jobs: u64,
     batch: Option<Batch>,
@@ -257,6 +261,7 @@ impl GpuModel {
             head,
             text,
             decoder,
+            text_positions: None,
             jobs: 0,
             batch: None,
         })

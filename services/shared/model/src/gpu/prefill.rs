@@ -1,6 +1,5 @@
 //! Prefixes made on the device: packed rows of tokens through the layers, their keys and values kept.
 
-use kernels::Tensor;
 use kernels::cuda::{DecodeRow, GpuTensor, likeliest, narrow_to_bf16};
 
 use super::GpuModel;
@@ -9,13 +8,13 @@ use super::deal::Deal;
 use super::group::Travel;
 use super::layer::Layer;
 use super::prefix::GpuPrefix;
+use super::rotary::Rotary;
 use super::rows::{GpuRow, PassTokens, pass};
 use super::share::Flow;
 use super::workspace::Extent;
 use crate::backbone::{RowSegment, segments};
 use crate::error::ModelError;
 use crate::input::RowInput;
-use crate::positions::{positions, rope_table};
 use crate::prefill::{PreparedRow, RowTokens};
 
 /// Keys and values of a row on the device that more tokens are appended to.
@@ -152,13 +151,7 @@ impl GpuModel {
         let tokens = inputs.iter().map(|row| row.ids.len()).sum();
         let mut work = self.workspace(&Extent::alone(tokens))?;
         self.embed_text(inputs, &work.x)?;
-        let mut places = Vec::with_capacity(tokens);
-        for row in inputs {
-            places.extend(positions(row.start..row.start + row.ids.len(), row.images)?);
-        }
-        let table = rope_table(&places, self.config.head_dim, self.config.rope_theta)?;
-        let upload = |t: &Tensor| GpuTensor::from_host(&self.gpu, t, "rotary table");
-        let (cos, sin) = (upload(&table.cos)?, upload(&table.sin)?);
+        let Rotary { cos, sin } = self.rotary(inputs)?;
         let rows: Vec<GpuRow<'_>> = inputs
             .iter()
             .zip(&parts)
