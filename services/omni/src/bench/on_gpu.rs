@@ -2,7 +2,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::{bad, denoise::Weights, json as print};
 use crate::error::OmniError;
@@ -111,7 +111,7 @@ pub(crate) fn collectives(args: &CollectivesArgs) -> Result<String, OmniError> {
 /// What every report begins with.
 #[cfg(feature = "cuda")]
 fn report(bench: &str, measured: Value) -> Value {
-    json!({
+    serde_json::json!({
         "bench": bench,
         "version": crate::cli::version(),
         "measured": measured,
@@ -139,6 +139,7 @@ mod with_gpu {
 #[cfg(feature = "cuda")]
 mod with_gpu {
     use model::gpu::WeightType;
+    use serde_json::json;
 
     use super::{
         super::{
@@ -146,7 +147,7 @@ mod with_gpu {
             gpu_collectives,
             gpu_ops::{self, Experts, gpu_error},
         },
-        CollectivesArgs, MoeArgs, OmniError, VaeArgs, Value, bad, json, report,
+        CollectivesArgs, MoeArgs, OmniError, VaeArgs, Value, bad, report,
     };
 
     pub(super) fn moe(args: &MoeArgs) -> Result<Value, OmniError> {
