@@ -141,7 +141,12 @@ impl Up {
     pub fn start_on(model: &Path, transport: &str, arguments: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let ready = dir.path().join("ready");
-        let mut process = command(&["up", "--exit-with-parent", "--log-format", "text"])
+        let shape: &[&str] = match arguments.contains(&"--log-format") {
+            true => &[],
+            false => &["--log-format", "text"],
+        };
+        let mut process = command(&["up", "--exit-with-parent"])
+            .args(shape)
             .args(["--listen", "127.0.0.1:0", "--transport", transport])
             .arg("--model")
             .arg(model)

@@ -30,6 +30,7 @@ pub use cpu::group_norm::{GroupNorm, group_norm};
 pub use cpu::linear::{LinearWeight, linear};
 pub use cpu::moe::{ExpertWeights, Routing, moe_combine, moe_experts, moe_route};
 pub use cpu::norm::{layer_norm, rms_norm};
+pub use cpu::path as cpu_path;
 pub use cpu::rope::{AttnHeads, RopeTable, qkv_split_rope_norm};
 pub use cpu::softmax::softmax_rows;
 pub use cpu::workspace;

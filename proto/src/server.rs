@@ -1,5 +1,10 @@
 //! What every server has: health, reflection (v1 and v1alpha), keepalive and limits.
-use std::{future::Future, io, sync::Arc};
+use std::{
+    future::Future,
+    io,
+    sync::{Arc, OnceLock},
+    task::{Context, Poll},
+};
 
 use base::{
     Code, Failure,
@@ -25,11 +30,13 @@ use tonic::{
 use tonic_health::{ServingStatus, server::HealthReporter};
 use tonic_reflection::server::Builder as Reflection;
 use tower::{layer::layer_fn, util::MapResponseLayer};
+use tracing::Instrument as _;
 
 use crate::{
     DESCRIPTOR_SET,
     access::Guard,
     dial::Wire,
+    names,
     tls::{Callers, Tls},
 };
 
@@ -103,6 +110,46 @@ fn reflection<'a>(services: &[&'a str]) -> Reflection<'a> {
         .iter()
         .chain(services)
         .fold(builder, |builder, name| builder.with_service_name(*name))
+}
+
+/// Makes the span of a call from its headers and its path.
+pub type SpanOfCall = fn(&http::HeaderMap, &str) -> tracing::Span;
+
+static SPAN_OF_CALL: OnceLock<SpanOfCall> = OnceLock::new();
+
+/// Makes handlers of every server of this process run inside a span; the first call counts. Requests of
+/// clients have a span of their own.
+pub fn trace_calls(span: SpanOfCall) {
+    let _ = SPAN_OF_CALL.set(span);
+}
+
+/// Runs handlers inside their span.
+#[derive(Debug, Clone)]
+struct Traced<S>(S);
+
+impl<S> tower::Service<http::Request<Body>> for Traced<S>
+where
+    S: tower::Service<http::Request<Body>>,
+{
+    type Response = S::Response;
+    type Error = S::Error;
+    type Future = tracing::instrument::Instrumented<S::Future>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.0.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
+        let path = request.uri().path();
+        let of_client = path.trim_start_matches('/').starts_with(names::IMAGE);
+        let span = match SPAN_OF_CALL.get() {
+            Some(span) if !of_client => span(request.headers(), path),
+            _ => tracing::Span::none(),
+        };
+        let inside = span.clone();
+        let _inside = inside.enter();
+        self.0.call(request).instrument(span)
+    }
 }
 
 /// Binds `address`. `field` names the setting in the error.
@@ -189,6 +236,7 @@ where
     let served = Server::builder()
         .layer(MapResponseLayer::new(blame_oversize))
         .layer(layer_fn(Guard))
+        .layer(layer_fn(Traced))
         .max_concurrent_streams(MAX_STREAMS_PER_CONNECTION)
         .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
         .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))

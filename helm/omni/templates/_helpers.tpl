@@ -116,6 +116,9 @@ advertise: {{ include "omni.advertise" (dict "root" .root "port" .ports.grpc "po
 pool: {{ .pool }}
 log_level: {{ .root.Values.log.level | quote }}
 log_format: {{ .root.Values.log.format }}
+{{- with .root.Values.tracing.endpoint }}
+otlp_endpoint: {{ . | quote }}
+{{- end }}
 {{- if eq .root.Values.tls.mode "none" }}
 # In clear is never the default beyond one machine.
 tls: "off"

@@ -233,3 +233,86 @@ fn a_metric_that_does_not_exist_is_noticed() {
         assert!(caught.is_err(), "{wrong}");
     }
 }
+
+/// Set to write the table of metrics instead of comparing with it.
+const UPDATE: &str = "OMNI_UPDATE_README";
+/// The table for people.
+const DOCUMENT: &str = "deploy/METRICS.md";
+
+fn kind(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Counter => "counter",
+        Kind::Gauge => "gauge",
+        Kind::Seconds => "histogram of seconds",
+        Kind::Size => "histogram",
+    }
+}
+
+#[test]
+fn the_document_says_of_every_metric_what_the_table_says() {
+    let mut text = "# Metrics\n\nAt `/metrics` of the admin port of every process, in OpenMetrics text. Written by \
+        `OMNI_UPDATE_README=1 cargo test -p integration-tests --test chart`.\n\n\
+        | metric | kind | labels | what it says |\n|---|---|---|---|\n"
+        .to_owned();
+    for metric in names::ALL {
+        let labels: Vec<_> = metric
+            .labels
+            .iter()
+            .map(|label| format!("`{label}`"))
+            .collect();
+        let labels = if labels.is_empty() {
+            "–".to_owned()
+        } else {
+            labels.join(", ")
+        };
+        let row = format!(
+            "| `{}` | {} | {labels} | {} |\n",
+            metric.name,
+            kind(metric.kind),
+            metric.help
+        );
+        text.push_str(&row);
+    }
+    let path = integration_tests::workspace_root().join(DOCUMENT);
+    if std::env::var_os(UPDATE).is_some() {
+        std::fs::write(&path, &text).unwrap();
+    }
+    let written = std::fs::read_to_string(&path).unwrap_or_default();
+    assert!(written == text, "{DOCUMENT} is old: run with {UPDATE}=1");
+}
+
+/// Rust sources below `services`, but for the table itself.
+fn sources(folder: &std::path::Path, into: &mut String) {
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_str().unwrap();
+        if path.is_dir() && !["target", "tests", "fuzz"].contains(&name) {
+            sources(&path, into);
+        } else if name.ends_with(".rs") && name != "names.rs" {
+            into.push_str(&std::fs::read_to_string(&path).unwrap());
+        }
+    }
+}
+
+#[test]
+fn every_metric_of_the_table_is_measured_somewhere() {
+    let services = integration_tests::workspace_root().join("services");
+    let mut text = String::new();
+    sources(&services, &mut text);
+    let table = std::fs::read_to_string(services.join("shared/telemetry/src/names.rs")).unwrap();
+    let names: Vec<_> = table
+        .lines()
+        .filter(|line| line.contains(" = \"omni_"))
+        .collect();
+    assert_eq!(names.len(), names::ALL.len(), "the table is read wrongly");
+    let idents = names
+        .iter()
+        .map(|line| line.trim().split(' ').next().unwrap());
+    let dead: Vec<_> = idents
+        .filter(|ident| !text.contains(&format!("::{ident}")))
+        .collect();
+    assert!(
+        dead.is_empty(),
+        "in the table, but never measured: {dead:?}"
+    );
+}

@@ -15,3 +15,8 @@ pub(crate) mod rope;
 pub(crate) mod simd;
 pub(crate) mod softmax;
 pub mod workspace;
+
+/// Which of the equal code paths this CPU runs: `cpu`, `cpu-avx2` or `cpu-avx512`.
+pub fn path() -> &'static str {
+    simd::name()
+}

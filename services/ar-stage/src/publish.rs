@@ -29,6 +29,8 @@ pub(crate) struct Published {
     pub(crate) lease: Lease,
     /// It lay there already.
     pub(crate) found: bool,
+    /// How it got there; empty if it lay there.
+    pub(crate) transport: String,
 }
 
 /// What computing has cost lately: what a cached row saves.
@@ -113,6 +115,7 @@ impl Publisher<'_> {
             handle,
             lease,
             found: true,
+            transport: String::new(),
         }))
     }
 
@@ -235,6 +238,7 @@ impl Open {
             handle: sealed.handle,
             lease: sealed.lease,
             found: false,
+            transport: sealed.transport,
         })
     }
 }

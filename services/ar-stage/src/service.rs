@@ -2,7 +2,7 @@
 use std::{
     pin::Pin,
     sync::{Arc, OnceLock},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use base::{Failure, Fault as _, MemberId, clock, limits::EVENT_QUEUE};
@@ -162,13 +162,16 @@ impl ArStage {
             let Ok(Begun { rows, written }) = begun.await else {
                 return Ok(Vec::new());
             };
-            let placed = publisher.place(rows, known).await;
-            let placed = placed.map_err(|error| StageError::of(&error))?;
-            if !placed.is_empty() {
-                let told = events.send(Ok(work::offered(written, &placed))).await;
-                told.map_err(|_| StageError::Cancelled)?;
-            }
-            publisher.write(placed, rest).await
+            let ship = async {
+                let placed = publisher.place(rows, known).await;
+                let placed = placed.map_err(|error| StageError::of(&error))?;
+                if !placed.is_empty() {
+                    let told = events.send(Ok(work::offered(written, &placed))).await;
+                    told.map_err(|_| StageError::Cancelled)?;
+                }
+                publisher.write(placed, rest).await
+            };
+            telemetry::trace::within(telemetry::hop!("ship"), ship).await
         };
         let follow = async {
             let mut answer = answer;
@@ -198,8 +201,20 @@ impl ArStage {
         };
         let ((written, elapsed, end), published) =
             Box::pin(async { tokio::try_join!(follow, publish) }).await?;
+        self.moved(&published, end);
         let times = (elapsed.as_secs_f64() * 1e3, clock::millis_since(end));
         Ok(work::done(written, published, times))
+    }
+
+    /// Counts what was published, in the time since the last layer was computed.
+    fn moved(&self, published: &[Published], since: Instant) {
+        let took = clock::now().saturating_duration_since(since);
+        for row in published.iter().filter(|row| !row.found) {
+            let way = [row.transport.as_str(), "out"];
+            let metrics = &self.metrics;
+            metrics.add(&telemetry::names::TRANSFER_BYTES, &way, row.handle.bytes);
+            metrics.observe(&telemetry::names::TRANSFER_DURATION, &way, took);
+        }
     }
 
     fn count(&self, outcome: &Outcome) {
@@ -316,7 +331,7 @@ impl Stage for ArStage {
                 Ok::<_, StageError>(ranks)
             })
             .await??;
-        let info = info::model_to_proto(ranks.info());
+        let info = info::ranks_to_proto(&ranks);
         let decoder = Decoder::start(Arc::clone(&ranks), self.config.max_queue)?;
         // Loaded once; a second load would change nothing.
         let _ = self.decoder.set(decoder);
@@ -381,7 +396,8 @@ impl ArStageService for Mounted {
         let (events, stream) = mpsc::channel(EVENT_QUEUE);
         let task = Arc::clone(stage);
         let stop = stage.gate.tasks().token().clone();
-        stage.gate.tasks().spawn(async move {
+        let hop = telemetry::hop!("prefill", request_id = request.request_id);
+        let work = telemetry::trace::within(hop, async move {
             let request_id = request.request_id.clone();
             let answer = tokio::select! {
                 answer = task.prefill(request, &events) => answer,
@@ -389,13 +405,15 @@ impl ArStageService for Mounted {
                 () = events.closed() => Err(StageError::Cancelled),
                 () = stop.cancelled() => Err(StageError::Draining),
             };
-            if let Err(error) = &answer {
-                log(&request_id, error);
+            match &answer {
+                Ok(_) => tracing::debug!(request_id, "prefill done"),
+                Err(error) => log(&request_id, error),
             }
             let answer = answer.map_err(|error| proto::status::status(&error));
             // Nobody listens any more: nothing to tell, and the leases are released.
             let _ = events.send(answer).await;
         });
+        stage.gate.tasks().spawn(work);
         Ok(Response::new(Box::pin(Answers::new(stream))))
     }
 }

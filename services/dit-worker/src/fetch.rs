@@ -65,6 +65,11 @@ impl FetchedRows {
         self.rows().map(|row| row.bytes).sum()
     }
 
+    /// Chunks that had to be read again.
+    pub(crate) fn repaired(&self) -> u64 {
+        self.rows().map(|row| row.repaired_chunks as u64).sum()
+    }
+
     /// What carried them, as the data plane names it.
     pub(crate) fn transport(&self) -> String {
         let mut names: Vec<&str> = self.rows().map(|row| row.transport.as_str()).collect();

@@ -2,6 +2,7 @@
 use std::{
     pin::Pin,
     sync::{Arc, OnceLock},
+    time::Instant,
 };
 
 use base::{
@@ -22,7 +23,7 @@ use proto::{
 };
 use registry::{Load, Role};
 use stage::{Engine, Gate, RankLoad, Ranks, Stage, StageError, info};
-use telemetry::{Metrics, names as metric};
+use telemetry::{Metrics, names as metric, trace::within};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, SemaphorePermit, mpsc};
 use tokio_stream::{Stream, wrappers::ReceiverStream};
 use tokio_util::sync::CancellationToken;
@@ -134,7 +135,8 @@ impl DitWorker {
         let (job, leases, resident) = or_stop(stop, Box::pin(begin)).await?;
         let weight = weight(&job);
         let ticket = loaded.steps.submit(job, weight, order.class)?;
-        let ended = self.follow(loaded, ticket, (&order, events, stop)).await?;
+        let steps = self.follow(loaded, ticket, (&order, events, stop));
+        let ended = within(telemetry::hop!("steps", steps = order.steps), steps).await?;
         let state = ended.job.state()?;
         drop(ended.job);
         // The slots in the pool are free from here on.
@@ -149,6 +151,7 @@ impl DitWorker {
         let decode = self
             .decode
             .run(move || picture::make(&ranks, &latents, output));
+        let decode = within(telemetry::hop!("decode"), decode);
         let picture = tokio::select! {
             picture = decode => picture??,
             () = stop.cancelled() => {
@@ -254,6 +257,15 @@ impl DitWorker {
         Ok((place, loaded.ledger.take(permits).await?))
     }
 
+    /// Counts what was fetched.
+    fn moved(&self, transport: &str, (bytes, repaired): (u64, u64), since: Instant) {
+        let (way, metrics) = ([transport, "in"], &self.metrics);
+        metrics.add(&metric::TRANSFER_BYTES, &way, bytes);
+        metrics.add(&metric::TRANSFER_REPAIRED, &[transport], repaired);
+        let took = clock::now().saturating_duration_since(since);
+        metrics.observe(&metric::TRANSFER_DURATION, &way, took);
+    }
+
     /// Fetches the prefixes and builds the job on them.
     async fn prepare(
         &self,
@@ -266,12 +278,16 @@ impl DitWorker {
         let arrived = async {
             let fetched = fetch::both(&self.client, order, &geometry, &self.member_id).await?;
             let (bytes, transport) = (fetched.bytes(), fetched.transport());
+            self.moved(&transport, (bytes, fetched.repaired()), start);
             let checked = self.prepare.run(move || fetched.into_prefixes(geometry));
             Ok::<_, StageError>((checked.await??, bytes, transport))
         };
-        let (prefixes, bytes, transport) = match arrived.await {
+        let (prefixes, bytes, transport) = match within(telemetry::hop!("fetch"), arrived).await {
             Ok(arrived) => arrived,
             Err(error) => {
+                if error.code() == Code::DataLoss {
+                    self.metrics.count(&metric::TRANSFER_VERIFY, &["digest"]);
+                }
                 let gone = fetch::is_gone(&error);
                 send(events, Event::NoPrefix(DenoiseNoPrefix { gone })).await?;
                 return Err(error);
@@ -456,7 +472,7 @@ impl Stage for DitWorker {
             metrics: self.metrics.clone(),
         };
         let steps = StepLoop::start(denoiser, self.config.limits, self.bound)?;
-        let info = info::model_to_proto(ranks.info());
+        let info = info::ranks_to_proto(&ranks);
         // Loaded once; a second load would change nothing.
         let _ = self.loaded.set(Loaded {
             ranks,
@@ -528,7 +544,8 @@ impl DitWorkerService for Mounted {
             .map_err(|error| proto::status::status(&error))?;
         let (events, stream) = mpsc::channel(EVENT_QUEUE);
         let tasks = worker.gate.tasks().clone();
-        tasks.spawn(async move {
+        let hop = telemetry::hop!("denoise", request_id = request.request_id);
+        tasks.spawn(telemetry::trace::within(hop, async move {
             let request_id = request.request_id.clone();
             let stop = worker.gate.tasks().token();
             let ended = tokio::select! {
@@ -536,12 +553,14 @@ impl DitWorkerService for Mounted {
                 // The router has gone away: the job leaves at the next step boundary.
                 () = events.closed() => Err(StageError::Cancelled),
             };
-            if let Err(error) = ended {
-                log(&request_id, &error);
-                // Nobody may listen any more: nothing to tell.
-                let _ = events.send(Err(proto::status::status(&error))).await;
-            }
-        });
+            let Err(error) = ended else {
+                tracing::debug!(request_id, "denoise done");
+                return;
+            };
+            log(&request_id, &error);
+            // Nobody may listen any more: nothing to tell.
+            let _ = events.send(Err(proto::status::status(&error))).await;
+        }));
         Ok(Response::new(Box::pin(ReceiverStream::new(stream))))
     }
 }

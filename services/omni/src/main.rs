@@ -18,7 +18,7 @@ use std::{io::Write as _, path::Path, process::ExitCode, time::Duration};
 
 use base::{Shutdown, code::EXIT_FAILURE};
 use clap::ArgMatches;
-use telemetry::LogFormat;
+use telemetry::{LogFormat, Traces};
 
 use crate::{
     cli::Action,
@@ -110,11 +110,16 @@ fn run_role(
 ) -> Result<(), OmniError> {
     let settings = Settings::resolve(role, matches, &ConfigFile::read(file)?)?;
     roles::check(role, &settings)?;
-    start_logs(&settings)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()
         .map_err(|error| OmniError::io("start the runtime", error))?;
+    let traces = {
+        // The way to a collector lives in the runtime.
+        let _inside = runtime.enter();
+        start_logs(role, &settings)?
+    };
+    proto::server::trace_calls(telemetry::trace::call);
     let done = runtime.block_on(async {
         let (shutdown, _listener) =
             Shutdown::on_signals().map_err(|error| OmniError::io("listen for signals", error))?;
@@ -123,6 +128,7 @@ fn run_role(
         }
         Box::pin(roles::run(role, &settings, file, shutdown)).await
     });
+    traces.finish();
     // What the tasks hold goes now, not beside the exit handlers: UCX has its own, and a worker that
     // is torn down while they run crashes. Blocking work that is still running has lost its caller;
     // it must not hold the process for longer.
@@ -130,7 +136,7 @@ fn run_role(
     done
 }
 
-fn start_logs(settings: &Settings) -> Result<(), OmniError> {
+fn start_logs(role: Role, settings: &Settings) -> Result<Traces, OmniError> {
     let format = settings.one_of(
         "log_format",
         &[
@@ -140,7 +146,9 @@ fn start_logs(settings: &Settings) -> Result<(), OmniError> {
         ],
     )?;
     let level = settings.text("log_level")?.to_owned();
-    telemetry::init(&telemetry::LogConfig { level, format }).map_err(|error| OmniError::of(&error))
+    let traces = roles::traces(role, settings)?;
+    telemetry::init(&telemetry::LogConfig { level, format }, &traces)
+        .map_err(|error| OmniError::of(&error))
 }
 
 /// Standard input is a pipe that the parent holds open; when it closes, the parent is gone.

@@ -19,7 +19,7 @@ use proto::tls::Tls;
 use registry::{Backend, EtcdConfig, EtcdTls, EtcdUser, RegistryError};
 use router::{FetchConfig, HostList, HostListError, RouterConfig, admission::Limits};
 use stage::{Device, GpuSettings, HostConfig};
-use telemetry::Metrics;
+use telemetry::{Metrics, TraceConfig};
 use tokio::net::TcpListener;
 
 use crate::{
@@ -61,7 +61,19 @@ struct Place {
 /// Parses and checks the settings of a role without running it.
 pub(crate) fn check(role: Role, settings: &Settings) -> Result<(), OmniError> {
     secure::identity(settings)?;
+    traces(role, settings)?;
     plan(role, settings, None).map(drop)
+}
+
+/// Where the spans of a role go.
+pub(crate) fn traces(role: Role, settings: &Settings) -> Result<TraceConfig, OmniError> {
+    let config = TraceConfig {
+        service: role.name(),
+        version: build_info().version,
+        endpoint: settings.get("otlp_endpoint").map(str::to_owned),
+    };
+    config.validate().map_err(|error| bad(&error))?;
+    Ok(config)
 }
 
 /// Runs a role until `shutdown`.
@@ -203,6 +215,7 @@ fn router_config(settings: &Settings) -> Result<RouterConfig, OmniError> {
             _ => backend(settings)?,
         },
         api_keys: api_keys(settings)?,
+        record_file: settings.get("record_file").map(PathBuf::from),
         limits: Limits {
             max_running: settings.count("max_running", 1)?,
             max_queued: settings.count("max_queued", 1)?,

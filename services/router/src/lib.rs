@@ -22,6 +22,7 @@ mod members;
 mod notes;
 pub mod placement;
 mod prefix;
+mod recorder;
 mod server;
 pub mod simulate;
 pub mod sizes;

@@ -30,6 +30,7 @@ use crate::{
     members::Members,
     placement,
     prefix::{Keeper, PREFIX_TTL},
+    recorder::Recorder,
 };
 
 /// How long connections may take to close once the last request is answered.
@@ -59,6 +60,8 @@ pub struct RouterConfig {
     pub admin_listen: Option<String>,
     /// Where members are registered.
     pub registry: Backend,
+    /// File that a JSON line is added to for each request that ends; `None`: none.
+    pub record_file: Option<PathBuf>,
     /// File of the API keys that are accepted; `None`: none is asked for, unless TLS is on.
     pub api_keys: Option<PathBuf>,
     /// Bounds of admission.
@@ -85,6 +88,7 @@ impl Default for RouterConfig {
             admin_listen: None,
             registry: Backend::Embedded,
             api_keys: None,
+            record_file: None,
             limits: Limits::default(),
             fetch: FetchConfig::default(),
             prefix_ttl: PREFIX_TTL,
@@ -114,6 +118,7 @@ pub struct Bound {
     address: SocketAddr,
     metrics: Metrics,
     keys: Option<Arc<ApiKeys>>,
+    recorder: Option<Recorder>,
 }
 
 impl Bound {
@@ -127,6 +132,8 @@ impl Bound {
         }
         let keys = config.api_keys.as_deref().map(ApiKeys::load).transpose();
         let keys = keys.map_err(|error| Failure::of(&error))?;
+        let recorder = config.record_file.as_deref().map(Recorder::open);
+        let recorder = recorder.transpose()?;
         let listener = proto::server::bind(&config.listen, "listen").await?;
         let address = listener.local_addr().map_err(|error| io(&error))?;
         let admin_listener = match &config.admin_listen {
@@ -146,6 +153,7 @@ impl Bound {
             address,
             metrics,
             keys,
+            recorder,
         })
     }
 
@@ -249,6 +257,7 @@ impl Bound {
         Ok(Arc::new(Context {
             fetcher: Fetcher::new(self.config.fetch.clone())?,
             keys: self.keys.clone(),
+            recorder: self.recorder.clone(),
             prefixes: Keeper::new(self.config.prefix_ttl, tasks.clone()),
             members: Members::new(snapshots),
             gate: Gate::new(self.config.limits, self.metrics.clone()),

@@ -49,6 +49,15 @@ pub(crate) fn level() -> Level {
     *LEVEL
 }
 
+/// Its name, for records of what was computed how.
+pub(crate) fn name() -> &'static str {
+    match level() {
+        Level::Base => "cpu",
+        Level::Avx2 => "cpu-avx2",
+        Level::Avx512 => "cpu-avx512",
+    }
+}
+
 /// Runs `f` compiled for the widest unit of this CPU. `f` should be `#[inline(always)]`.
 #[inline]
 pub(crate) fn run<R>(f: impl FnOnce() -> R) -> R {

@@ -62,6 +62,7 @@ where
 {
     let mut request = Request::new(message);
     request.set_timeout(deadline.remaining(&SystemClock));
+    telemetry::trace::inject(request.metadata_mut());
     let answer = deadline.bound(what, send(request)).await;
     let response = answer.map_err(|_| TransferError::Deadline { what })??;
     Ok(response.into_inner())

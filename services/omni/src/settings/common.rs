@@ -5,7 +5,7 @@ use super::table::{
 };
 
 /// Settings of every role.
-pub(super) const COMMON: [Setting; 15] = [
+pub(super) const COMMON: [Setting; 16] = [
     setting(
         "admin_listen",
         "HOST:PORT",
@@ -31,6 +31,12 @@ pub(super) const COMMON: [Setting; 15] = [
         "Log filter, for example info,router=debug",
     ),
     setting("log_format", "FORMAT", Value("auto"), "auto, text or json"),
+    setting(
+        "otlp_endpoint",
+        "URL",
+        Unset,
+        "OpenTelemetry collector that traces go to (OTLP over gRPC) [default: none]",
+    ),
     setting(
         "tls",
         "auto|on|off",

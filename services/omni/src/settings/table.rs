@@ -116,7 +116,7 @@ const DRAIN_GRACE: Setting = setting(
     "How long running requests may take once a stop or a drain was asked for",
 );
 
-const ROUTER: [Setting; 8] = [
+const ROUTER: [Setting; 9] = [
     DRAIN_GRACE,
     setting(
         "listen",
@@ -153,6 +153,12 @@ const ROUTER: [Setting; 8] = [
         "FILE",
         Unset,
         "Whose API keys are accepted (TOML) [default: whoever connects, with TLS whoever has a certificate]",
+    ),
+    setting(
+        "record_file",
+        "FILE",
+        Unset,
+        "Where a JSON line is added for every request that ends, with what it takes to repeat it [default: none]",
     ),
     HTTP_LISTEN,
 ];
@@ -286,7 +292,7 @@ const DIT_WORKER: [Setting; 21] = [
 ];
 
 /// Of the common settings these concern `up`, which runs no server of its own.
-const UP_TOO: [&str; 3] = ["log_level", "log_format", "tls"];
+const UP_TOO: [&str; 4] = ["log_level", "log_format", "tls", "otlp_endpoint"];
 
 const UP: [Setting; 15] = [
     MODEL,

@@ -47,6 +47,7 @@ pub(crate) struct UpConfig {
     pub(crate) http_listen: std::net::SocketAddr,
     /// Directory of certificates; `None`: the roles speak in clear.
     pub(crate) tls_dir: Option<PathBuf>,
+    pub(crate) otlp_endpoint: Option<String>,
     pub(crate) transport: &'static str,
     pub(crate) pool_bytes: usize,
     pub(crate) ready_file: Option<PathBuf>,
@@ -90,6 +91,7 @@ impl UpConfig {
         let weights = given("weights").then(|| settings.one_of("weights", &words));
         Ok(Self {
             tls_dir,
+            otlp_endpoint: settings.get("otlp_endpoint").map(str::to_owned),
             model: crate::roles::model_dir(settings)?,
             plans,
             devices,
@@ -113,6 +115,8 @@ impl UpConfig {
             ("--log-level", self.log_level.clone()),
             ("--log-format", self.log_format.clone()),
         ];
+        let otlp = self.otlp_endpoint.iter().cloned();
+        common.extend(otlp.map(|endpoint| ("--otlp-endpoint", endpoint)));
         common.extend(self.tls(role));
         let mut arguments: Vec<OsString> = common
             .iter()

@@ -88,7 +88,10 @@ impl Walk {
         timings: &mut Timings,
     ) -> Result<(), RouterError> {
         let steps: Vec<_> = (0..self.request.n).map(|_| AtomicU32::new(0)).collect();
-        let image = |index| self.denoise_image(index, prefixes, (&steps, job));
+        let image = |index| {
+            let work = self.denoise_image(index, prefixes, (&steps, job));
+            telemetry::trace::within(telemetry::hop!("image", index), work)
+        };
         let images = (0..self.request.n).map(image);
         for Ended { started, done, .. } in try_join_all(images).await? {
             timings.transfer_ms = timings.transfer_ms.max(started.transfer_ms);

@@ -16,7 +16,7 @@ use proto::{
     },
 };
 use registry::Role;
-use telemetry::names;
+use telemetry::{hop, names, trace::within};
 use tonic::{Request, Status};
 
 use self::recovery::{Missing, Prefixes};
@@ -50,6 +50,8 @@ pub(crate) struct Walk {
     pub(crate) context: Arc<Context>,
     pub(crate) request: ValidRequest,
     pub(crate) tenant: String,
+    /// The span that the client has the request in.
+    pub(crate) trace: telemetry::trace::Parent,
     pub(crate) audience: Audience,
     pub(crate) deadline: Deadline,
     pub(crate) accepted_at: Instant,
@@ -156,11 +158,11 @@ impl Walk {
             }))
             .await?;
         }
-        timings.queue_ms = seat.started().await;
+        timings.queue_ms = within(hop!("admit"), seat.started()).await;
         self.notes.queued(timings.queue_ms);
         job.set_state(State::Prefill);
         // From here to the end of the walk, however it ends, the prefixes are kept.
-        let prefix = self.prefill(true).await?;
+        let prefix = within(hop!("prefix"), self.prefill(true)).await?;
         timings.prefill_ms = prefix.done.prefill_ms;
         let request = &self.request;
         let found = request.open_size.is_some() || request.align_image_size;
@@ -311,11 +313,12 @@ impl Walk {
         let context = &self.context;
         let first = tries.last.is_none();
         let weights = self.request.weights_id.as_str();
-        let assigned = context
-            .members
-            .assign(tries.role, weights, &tries.tried, (&tries.need, first))
-            .await;
         let stage = role_name(tries.role);
+        let assigned =
+            context
+                .members
+                .assign(tries.role, weights, &tries.tried, (&tries.need, first));
+        let assigned = within(hop!("place", stage), assigned).await;
         let outcome = if assigned.is_ok() { "placed" } else { "none" };
         context.metrics.count(&names::ROUTER_PLACEMENT, &[outcome]);
         match assigned {
@@ -359,6 +362,7 @@ impl Walk {
     fn timed<T>(&self, message: T) -> Request<T> {
         let mut request = Request::new(message);
         request.set_timeout(self.deadline.remaining(&clock::SystemClock));
+        telemetry::trace::inject(request.metadata_mut());
         request
     }
 

@@ -19,6 +19,8 @@ pub(crate) struct Caller {
     pub(crate) quota: Option<Quota>,
     /// The most urgent class it may ask for; `None`: any.
     pub(crate) ceiling: Option<Priority>,
+    /// The span that it has the request in.
+    pub(crate) trace: telemetry::trace::Parent,
     /// An operator, who may see and stop requests of all tenants.
     pub(crate) operator: bool,
 }
@@ -45,6 +47,7 @@ impl Context {
                 quota: Some(grant.quota),
                 ceiling: Some(grant.ceiling),
                 operator,
+                ..Caller::default()
             });
         }
         let client = peer.and_then(|peer| peer.name(Role::Client));

@@ -10,6 +10,7 @@ use proto::{
         image_service_server::{ImageService, ImageServiceServer},
     },
 };
+use telemetry::trace::Parent;
 use tokio_stream::{Stream, wrappers::ReceiverStream};
 use tonic::{Request, Response, Status};
 
@@ -33,7 +34,9 @@ impl Front {
         let header = request.metadata().get(AUTHORIZATION);
         let peer = request.extensions().get::<Peer>();
         let caller = self.0.caller(header.map(|header| header.as_bytes()), peer);
-        caller.map_err(|error| status(&error))
+        let mut caller = caller.map_err(|error| status(&error))?;
+        caller.trace = Parent::of(request.metadata().as_ref());
+        Ok(caller)
     }
 
     /// A request of another tenant is one that is not known.

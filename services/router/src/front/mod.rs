@@ -19,7 +19,7 @@ use proto::{
     v1::{GenerateRequest, Priority},
 };
 use schedule::batching::Class;
-use telemetry::{Metrics, names};
+use telemetry::{Metrics, hop, hop_under, names, trace::within};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
@@ -41,6 +41,7 @@ use crate::{
     keys::ApiKeys,
     members::Members,
     prefix::Keeper,
+    recorder::Recorder,
     validate::{self, ValidRequest},
 };
 
@@ -62,6 +63,8 @@ pub(crate) struct Context {
     pub(crate) fetcher: Fetcher,
     /// Who may ask; `None`: whoever connects.
     pub(crate) keys: Option<Arc<ApiKeys>>,
+    /// Where requests are written down.
+    pub(crate) recorder: Option<Recorder>,
     /// No new request from here on.
     pub(crate) closing: CancellationToken,
     /// Running requests end now.
@@ -202,6 +205,7 @@ impl Context {
             context: self.clone(),
             request,
             tenant: caller.tenant,
+            trace: caller.trace,
             audience: audience.clone(),
             deadline,
             accepted_at,
@@ -236,7 +240,10 @@ impl Context {
             name,
             timeout,
         };
-        self.tasks.spawn(Box::pin(drive(walk, job, seat, last)));
+        let (request_id, tenant) = (&walk.request.request_id, &walk.tenant);
+        let span = hop_under!(&walk.trace, "request", %request_id, tenant);
+        let driven = within(span, Box::pin(drive(walk, job, seat, last)));
+        self.tasks.spawn(driven);
         answers
     }
 }
@@ -302,6 +309,7 @@ async fn drive(walk: Walk, job: JobHandle, mut seat: Seat, last: Last) {
     // Free the place first: whoever reads the last word may come again at once.
     drop(seat);
     report(&walk, outcome.as_ref().err());
+    let _answer = hop!("answer").entered();
     match &last.name {
         Some(name) => context
             .audiences
@@ -312,6 +320,9 @@ async fn drive(walk: Walk, job: JobHandle, mut seat: Seat, last: Last) {
 }
 
 fn report(walk: &Walk, error: Option<&RouterError>) {
+    if let Some(recorder) = &walk.context.recorder {
+        recorder.record(walk, error);
+    }
     let request = &walk.request;
     let took = clock::now().saturating_duration_since(walk.accepted_at);
     let code = error.map_or("OK", |error| error.code().name());

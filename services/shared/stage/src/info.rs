@@ -17,6 +17,15 @@ pub fn geometry_to_proto(geometry: &KvGeometry) -> v1::KvGeometry {
     }
 }
 
+/// What the registry publishes of a model and of how its ranks run it.
+pub fn ranks_to_proto(ranks: &crate::Ranks) -> v1::ModelInfo {
+    v1::ModelInfo {
+        plan: ranks.plan().to_string(),
+        kernels: ranks.kernels().to_owned(),
+        ..model_to_proto(ranks.info())
+    }
+}
+
 /// What the registry publishes of a model.
 pub fn model_to_proto(info: &ModelInfo) -> v1::ModelInfo {
     v1::ModelInfo {
@@ -48,6 +57,7 @@ pub fn model_to_proto(info: &ModelInfo) -> v1::ModelInfo {
             })
             .collect(),
         max_new_tokens: narrow(info.max_new_tokens),
+        ..v1::ModelInfo::default()
     }
 }
 

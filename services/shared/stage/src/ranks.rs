@@ -124,6 +124,16 @@ impl Ranks {
         self.gpus.as_ref()
     }
 
+    /// Which of the code paths computes.
+    #[must_use]
+    pub fn kernels(&self) -> &'static str {
+        #[cfg(feature = "cuda")]
+        if self.gpus.is_some() {
+            return "cuda-sm90";
+        }
+        kernels::cpu_path()
+    }
+
     /// The plan.
     #[must_use]
     pub fn plan(&self) -> &Plan {

@@ -1,14 +1,16 @@
-//! Logs, metric names and values, and the probes of a process. It measures; it decides nothing.
+//! Logs, traces, metric names and values, and the probes of a process. It measures; it decides nothing.
 #![forbid(unsafe_code)]
 
 pub mod admin;
 pub mod logs;
 pub mod metrics;
 pub mod names;
+pub mod trace;
 
 pub use admin::{Admin, Readiness};
 pub use logs::{LogConfig, LogFormat, init};
 pub use metrics::Metrics;
+pub use trace::{TraceConfig, Traces};
 
 /// Why telemetry could not start.
 #[derive(Debug, thiserror::Error)]
@@ -24,6 +26,12 @@ pub enum TelemetryError {
     /// Logs were initialised before.
     #[error("logs are initialised already")]
     AlreadyInitialised,
+    /// The collector is no address.
+    #[error("otlp_endpoint must be http://HOST:PORT, got {0:?}")]
+    Endpoint(String),
+    /// Spans cannot be sent.
+    #[error("otlp_endpoint: {0}")]
+    Exporter(String),
     /// The admin server broke.
     #[error("admin server: {0}")]
     Admin(#[from] std::io::Error),
@@ -32,11 +40,17 @@ pub enum TelemetryError {
 impl base::Fault for TelemetryError {
     fn code(&self) -> base::Code {
         match self {
-            Self::Level { .. } => base::Code::InvalidArgument,
+            Self::Level { .. } | Self::Endpoint(_) | Self::Exporter(_) => {
+                base::Code::InvalidArgument
+            }
             Self::AlreadyInitialised | Self::Admin(_) => base::Code::Internal,
         }
     }
     fn field(&self) -> Option<&str> {
-        matches!(self, Self::Level { .. }).then_some("log_level")
+        match self {
+            Self::Level { .. } => Some("log_level"),
+            Self::Endpoint(_) | Self::Exporter(_) => Some("otlp_endpoint"),
+            _ => None,
+        }
     }
 }

@@ -2,9 +2,15 @@
 //! info = a state change of the process or a finished request; debug = one line per hop.
 use std::io::{IsTerminal as _, stderr};
 
-use tracing_subscriber::{EnvFilter, fmt, layer::SubscriberExt as _, util::SubscriberInitExt as _};
+use tracing_subscriber::{
+    EnvFilter, Layer as _, filter::filter_fn, fmt, layer::SubscriberExt as _,
+    util::SubscriberInitExt as _,
+};
 
-use crate::TelemetryError;
+use crate::{
+    TelemetryError,
+    trace::{TARGET, TraceConfig, Traces},
+};
 
 /// Environment variable that overrides the configured level.
 const ENV: &str = "RUST_LOG";
@@ -40,11 +46,11 @@ impl Default for LogConfig {
     }
 }
 
-/// Starts logging. Once per process.
+/// Starts logs and traces. Once per process.
 ///
 /// # Errors
-/// A filter that does not parse; a second call.
-pub fn init(config: &LogConfig) -> Result<(), TelemetryError> {
+/// A filter or a collector that does not parse; a second call.
+pub fn init(config: &LogConfig, traces: &TraceConfig) -> Result<Traces, TelemetryError> {
     let level = std::env::var(ENV).unwrap_or_else(|_| config.level.clone());
     let filter = filter(&level)?;
     let json = match config.format {
@@ -52,22 +58,35 @@ pub fn init(config: &LogConfig) -> Result<(), TelemetryError> {
         LogFormat::Text => false,
         LogFormat::Auto => !stderr().is_terminal(),
     };
-    let registry = tracing_subscriber::registry().with(filter);
+    let traces = Traces::start(traces)?;
+    let hops = filter_fn(|metadata| metadata.is_span() && metadata.target() == TARGET);
+    let spans = tracing_opentelemetry::layer()
+        .with_tracer(traces.tracer())
+        .with_location(false)
+        .with_threads(false)
+        .with_target(false)
+        .with_tracked_inactivity(false)
+        .with_filter(hops);
+    let registry = tracing_subscriber::registry().with(spans);
     let done = if json {
-        registry
-            .with(fmt::layer().json().flatten_event(true).with_writer(stderr))
-            .try_init()
+        let lines = fmt::layer()
+            .json()
+            .flatten_event(true)
+            .with_span_list(false);
+        let lines = lines.with_writer(stderr).with_filter(filter);
+        registry.with(lines).try_init()
     } else {
         let colour = stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
-        registry
-            .with(fmt::layer().with_ansi(colour).with_writer(stderr))
-            .try_init()
+        let lines = fmt::layer().with_ansi(colour).with_writer(stderr);
+        registry.with(lines.with_filter(filter)).try_init()
     };
-    done.map_err(|_| TelemetryError::AlreadyInitialised)
+    done.map_err(|_| TelemetryError::AlreadyInitialised)?;
+    Ok(traces)
 }
 
 fn filter(level: &str) -> Result<EnvFilter, TelemetryError> {
-    EnvFilter::try_new(level).map_err(|error| TelemetryError::Level {
+    // Whatever is logged says which request it belongs to.
+    EnvFilter::try_new(format!("{TARGET}=info,{level}")).map_err(|error| TelemetryError::Level {
         level: level.to_owned(),
         reason: error.to_string(),
     })

@@ -91,6 +91,8 @@ table! {
         "Time to move one prefix";
     TRANSFER_VERIFY = "omni_transfer_verify_failures_total", Counter, ["kind"],
         "Payloads whose digest, identity or geometry did not match";
+    TRANSFER_REPAIRED = "omni_transfer_repaired_chunks_total", Counter, ["transport"],
+        "Chunks of a payload that were read again because their digest did not match";
     TRANSFER_LEASES = "omni_transfer_leases", Gauge, ["state"],
         "Leases on the pool";
     TRANSFER_POOL = "omni_transfer_pool_bytes", Gauge, ["state"],

@@ -36,7 +36,7 @@ use proto::{
     access::Peer,
     v1::{Done, Image, generate_response::Event, input_image::Source},
 };
-use telemetry::names;
+use telemetry::{names, trace::Parent};
 use tokio::sync::{Semaphore, mpsc};
 
 pub use self::openapi::document as openapi;
@@ -171,7 +171,8 @@ async fn authenticate(
         let peer = request.extensions().get::<Peer>();
         let context = &desk.0.context;
         let caller = context.caller(header.map(HeaderValue::as_bytes), peer);
-        let caller = caller.map_err(|error| desk.counted(error.into()))?;
+        let mut caller = caller.map_err(|error| desk.counted(error.into()))?;
+        caller.trace = Parent::of(request.headers());
         request.extensions_mut().insert(caller);
     }
     Ok(next.run(request).await)
