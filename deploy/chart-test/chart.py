@@ -18,7 +18,6 @@ SETS = sorted(path.stem for path in (HERE / "sets").glob("*.yaml"))
 # Sets that need more of the binary than it has today, and how the chart refuses them until it has it. They are rendered
 # with a copy of the chart whose files/binary.json has these entries added.
 AHEAD = {
-    "gpu": "pools[0].gpus",
     "gpu-hosts": "transfer.transport",
 }
 STAGE_SETTINGS = ["hosts", "host_index", "leader"]
