@@ -128,6 +128,12 @@ impl Fault for RouterError {
             Self::Cancelled => Code::Cancelled,
             Self::DeadlineExceeded(_) => Code::DeadlineExceeded,
             Self::Protocol { .. } => Code::Internal,
+            // A lease or a slot that is gone: nothing that the client has named, and another try makes a new one.
+            Self::NotTransferred { failure, .. }
+                if matches!(failure.code, Code::NotFound | Code::Aborted) =>
+            {
+                Code::Unavailable
+            }
             Self::Stage(failure) | Self::Server(failure) | Self::NotTransferred { failure, .. } => {
                 failure.code
             }
