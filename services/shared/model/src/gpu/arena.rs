@@ -5,9 +5,9 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kernels::cuda::{DeviceBuffer, Gpu, GpuTensor, GpuType, KvRun, KvSlot};
+use kernels::cuda::{DeviceBuffer, Gpu, GpuTensor, GpuType, KvRun, KvSlot, PinnedBuffer};
 use kv::KvGeometry;
 
 use super::KEY_TILE;
@@ -57,6 +57,8 @@ pub(crate) struct KvArena {
     geometry: KvGeometry,
     rows: usize,
     free: Mutex<FreeRuns>,
+    /// Locked host memory that prefixes come back through, once there was one.
+    landing: Mutex<Option<PinnedBuffer>>,
 }
 
 /// Keys and values of consecutive tokens in all (or one) of the layers; given back on drop.
@@ -87,6 +89,7 @@ impl KvArena {
             geometry,
             rows,
             free: Mutex::new(FreeRuns::new(rows)),
+            landing: Mutex::default(),
         }))
     }
 
@@ -120,6 +123,11 @@ impl KvArena {
             layers,
             capacity,
         })
+    }
+
+    /// What prefixes come back through, for one at a time.
+    pub(crate) fn landing(&self) -> MutexGuard<'_, Option<PinnedBuffer>> {
+        self.landing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Bytes that a lease takes.

@@ -3,11 +3,15 @@
 use std::sync::Arc;
 
 use half::bf16;
-use kernels::cuda::{GpuTensor, KvRun};
+use kernels::cuda::{GpuTensor, KvRun, PinnedBuffer};
+use rayon::prelude::*;
 
 use super::arena::{KvArena, KvLease};
 use crate::error::ModelError;
 use crate::prefix::PrefixKv;
+
+/// Locked host memory that a prefix comes back through, about.
+const LANDING_BYTES: usize = 32 << 20;
 
 /// The keys and values of a prompt in the arena; immutable, shared by every picture made from it.
 #[derive(Debug)]
@@ -64,14 +68,36 @@ impl GpuPrefix {
     /// Brings it back to the host; the values are bf16.
     ///
     /// # Errors
-    /// `Gpu` when the device failed.
+    /// `Gpu` when the device failed, or the host has no memory that may be locked.
     pub fn download(&self) -> Result<PrefixKv, ModelError> {
         let geometry = self.lease.arena().geometry();
-        let (dim, room) = (geometry.head_dim, self.lease.capacity());
-        let all = self.lease.tensor()?.to_f32_vec()?;
-        let sides = all.chunks_exact(room * dim);
-        let data = sides.flat_map(|s| s[..self.tokens * dim].iter().copied());
-        PrefixKv::new(geometry, self.tokens, data.collect())
+        let all = self.lease.tensor()?;
+        let (real, side) = (self.tokens * geometry.head_dim, all.dim(1) * all.dim(2));
+        let mut data = vec![0_f32; all.dim(0) * real];
+        if real == 0 {
+            return PrefixKv::new(geometry, self.tokens, data);
+        }
+        let bytes = side * size_of::<bf16>();
+        let at_once = (LANDING_BYTES / bytes).clamp(1, all.dim(0));
+        let mut landing = self.lease.arena().landing();
+        let landing = match landing.take() {
+            Some(kept) if kept.bytes() >= at_once * bytes => landing.insert(kept),
+            _ => landing.insert(PinnedBuffer::new(all.gpu(), LANDING_BYTES.max(bytes))?),
+        };
+        for (index, sides) in data.chunks_mut(at_once * real).enumerate() {
+            let count = sides.len() / real * bytes;
+            let start = all.offset() + index * at_once * bytes;
+            let arrived = &mut landing.as_mut_slice()[..count];
+            all.buffer().read(start, arrived)?;
+            let from = bytemuck::cast_slice::<u8, bf16>(arrived).par_chunks_exact(side);
+            let to = sides.par_chunks_exact_mut(real);
+            to.zip(from).for_each(|(to, from)| {
+                to.iter_mut()
+                    .zip(from)
+                    .for_each(|(to, from)| *to = from.to_f32());
+            });
+        }
+        PrefixKv::new(geometry, self.tokens, data)
     }
 
     /// Its tokens.
