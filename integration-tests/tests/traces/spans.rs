@@ -81,6 +81,8 @@ async fn one_request_is_one_trace_over_all_processes_and_its_log_lines_say_so() 
             &collector.endpoint,
             "--log-format",
             "json",
+            "--log-level",
+            "info,ar_stage=debug,dit_worker=debug",
             "--config",
             config.to_str().unwrap(),
         ],
