@@ -321,7 +321,7 @@ mod tests {
         for bad in [
             "omni://router",
             "omni://router/",
-            "omni://root/x",
+            "omni://nobody/x",
             "spiffe://router/x",
             "omni://router/a/b",
             "omni://router/ä",
