@@ -87,7 +87,7 @@ pub fn output(arguments: &[&str]) -> Output {
 }
 
 /// Collects the lines of a pipe while it is open.
-fn lines_of<R: std::io::Read + Send + 'static>(from: Option<R>) -> Arc<Mutex<Vec<String>>> {
+pub fn lines_of<R: std::io::Read + Send + 'static>(from: Option<R>) -> Arc<Mutex<Vec<String>>> {
     let lines = Arc::new(Mutex::new(Vec::new()));
     let sink = Arc::clone(&lines);
     let from = BufReader::new(from.unwrap());
@@ -101,7 +101,8 @@ fn lines_of<R: std::io::Read + Send + 'static>(from: Option<R>) -> Arc<Mutex<Vec
     lines
 }
 
-fn joined(lines: &Mutex<Vec<String>>) -> String {
+/// The lines so far.
+pub fn joined(lines: &Mutex<Vec<String>>) -> String {
     let lines = lines.lock().unwrap_or_else(PoisonError::into_inner);
     lines.join("\n")
 }

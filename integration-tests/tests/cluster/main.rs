@@ -3,6 +3,7 @@
 
 mod bad_input;
 mod commands;
+mod drain;
 mod images;
 mod lifecycle;
 mod pool;

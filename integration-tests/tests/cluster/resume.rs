@@ -1,26 +1,31 @@
 //! A worker that dies, or stops before its request is done, costs time and nothing else: another one goes on
 //! from the last checkpoint, and the image is the same to the last byte.
 use std::process::{Child, Stdio};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use proto::v1::{GenerateRequest, Role, generate_response::Event};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::harness::{Up, bounded, command, first_step, generate, model_dir, request, wait};
+use crate::harness::{
+    Up, bounded, command, first_step, generate, joined, lines_of, model_dir, request, wait,
+};
 
 /// Long enough for a process to end in the middle.
 const STEPS: i32 = 24;
 /// How long a process may take to start or to end.
-const PATIENCE: Duration = Duration::from_secs(120);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 
 /// A second worker beside that of `up`.
-struct Extra {
-    process: Child,
-    id: String,
+pub(crate) struct Extra {
+    pub(crate) process: Child,
+    pub(crate) id: String,
+    log: Arc<Mutex<Vec<String>>>,
 }
 
 impl Extra {
-    async fn start(up: &Up) -> Self {
+    /// `grace`: seconds that its requests may take once it is to stop.
+    pub(crate) async fn start(up: &Up, grace: &str) -> Self {
         let members = up.members().await;
         let pool = members
             .iter()
@@ -28,7 +33,7 @@ impl Extra {
             .unwrap();
         let known: Vec<&str> = members.iter().map(|member| member.id.as_str()).collect();
         let model = model_dir();
-        let process = command(&[
+        let mut process = command(&[
             "dit-worker",
             "--model",
             model.to_str().unwrap(),
@@ -41,27 +46,33 @@ impl Extra {
             "--transport",
             "shm",
             "--drain-grace-s",
-            "1",
+            grace,
             "--threads",
             "1",
         ])
         .stdout(Stdio::null())
-        .stderr(Stdio::null())
+        .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-        let joined = async {
+        let log = lines_of(process.stderr.take());
+        let ready = async {
             loop {
                 let now = up.members().await;
                 let new = now.iter().find(|m| !known.contains(&m.id.as_str()));
-                let ready = |m: &&proto::v1::Member| m.state() == proto::v1::MemberState::Ready;
-                if let Some(new) = new.filter(ready) {
+                let is_ready = |m: &&proto::v1::Member| m.state() == proto::v1::MemberState::Ready;
+                if let Some(new) = new.filter(is_ready) {
                     return new.id.clone();
                 }
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
         };
-        let id = tokio::time::timeout(PATIENCE, joined).await.unwrap();
-        Self { process, id }
+        let id = tokio::time::timeout(PATIENCE, ready).await.unwrap();
+        Self { process, id, log }
+    }
+
+    /// What it has logged.
+    pub(crate) fn log(&self) -> String {
+        joined(&self.log)
     }
 
     fn signal(&self, signal: Signal) {
@@ -78,7 +89,7 @@ impl Drop for Extra {
 
 /// Sends requests until one runs on the extra worker, ends that with `signal`, and answers the image.
 async fn interrupted(up: &Up, wish: &GenerateRequest, signal: Signal) -> Vec<u8> {
-    let mut extra = Extra::start(up).await;
+    let mut extra = Extra::start(up, "1").await;
     let mut client = up.client();
     // The worker of `up` is the busier one from here on.
     let busy = GenerateRequest {

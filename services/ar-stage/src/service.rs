@@ -325,6 +325,7 @@ impl Stage for ArStage {
                     plan,
                     balance: BalanceOptions::default(),
                     residency: model::Residency::All,
+                    tiles: model::vae::Tiles::Whole,
                 };
                 let ranks = Arc::new(opened(&dir, load, device)?);
                 work::warm_up(&ranks)?;

@@ -1,19 +1,20 @@
 //! Step-level continuous batching, without threads and without a model: at each step boundary
-//! finished, cancelled and parked jobs leave, waiting jobs join by class and then in order of arrival,
-//! and everything that runs does one step together. A job of a more urgent class that does not fit
-//! takes the place of those it does not fit beside; they stay, with their latents, and go on later.
-//! One failing job never fails the others.
+//! finished, cancelled and parked jobs leave, and who of the others is in the next step is chosen anew:
+//! by what steps cost ([`Former`]), or by class and then in order of arrival. Who has begun and is not in it stays,
+//! with its latents, and goes on later. One failing job never fails the others.
 use std::{
     fmt,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use stage::{StageError, engine::guard};
 use tokio::sync::{mpsc, oneshot};
+
+use crate::former::{Candidate, Former, Forming, Outlook};
 
 /// What the batch asks of a model.
 pub trait Denoiser: Send + 'static {
@@ -78,6 +79,39 @@ pub enum Class {
     Background,
 }
 
+/// What a job asks for besides the room it needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Terms {
+    /// How urgent it is.
+    pub class: Class,
+    /// When its request came to the system.
+    pub arrived: Instant,
+    /// Tokens of a row's prefix.
+    pub prefix: usize,
+    /// All its steps.
+    pub steps: usize,
+}
+
+impl Terms {
+    /// Of a job that came `ago`, as far as is known.
+    #[must_use]
+    pub fn new(class: Class, ago: Duration) -> Self {
+        let now = base::clock::now();
+        Self {
+            class,
+            arrived: now.checked_sub(ago).unwrap_or(now),
+            prefix: 0,
+            steps: 0,
+        }
+    }
+}
+
+impl From<Class> for Terms {
+    fn from(class: Class) -> Self {
+        Self::new(class, Duration::ZERO)
+    }
+}
+
 /// A step that was done.
 #[derive(Debug)]
 pub struct Told<N> {
@@ -102,7 +136,7 @@ pub struct Ended<J> {
 pub(crate) struct Entry<D: Denoiser> {
     pub(crate) job: D::Job,
     pub(crate) weight: Weight,
-    pub(crate) class: Class,
+    pub(crate) terms: Terms,
     pub(crate) progress: mpsc::Sender<Told<D::News>>,
     pub(crate) result: oneshot::Sender<Result<Ended<D::Job>, StageError>>,
     /// The caller wants the job back as it stands.
@@ -110,6 +144,8 @@ pub(crate) struct Entry<D: Denoiser> {
 }
 
 struct Member<D: Denoiser> {
+    /// Counts arrivals.
+    id: u64,
     entry: Entry<D>,
     /// Takes part in the next step.
     running: bool,
@@ -127,8 +163,12 @@ impl<D: Denoiser> Member<D> {
 pub(crate) struct Batch<D: Denoiser> {
     denoiser: D,
     limits: StepLimits,
+    /// Chooses by cost, if anybody does.
+    former: Option<Former>,
     /// In order of arrival.
     members: Vec<Member<D>>,
+    /// Jobs that ever came.
+    came: u64,
 }
 
 impl<D: Denoiser> fmt::Debug for Batch<D> {
@@ -141,17 +181,28 @@ impl<D: Denoiser> fmt::Debug for Batch<D> {
 }
 
 impl<D: Denoiser> Batch<D> {
-    pub(crate) fn new(denoiser: D, limits: StepLimits) -> Self {
+    pub(crate) fn new(denoiser: D, forming: impl Into<Forming>) -> Self {
+        let Forming { limits, costs } = forming.into();
         Self {
             denoiser,
             limits,
+            former: costs.map(|constants| Former::new(limits, constants)),
             members: Vec::new(),
+            came: 0,
         }
+    }
+
+    /// What is left to do, where that is predicted.
+    pub(crate) fn outlook(&self) -> Outlook {
+        let told = self.former.as_ref().map(Former::outlook);
+        told.unwrap_or_default()
     }
 
     /// Puts a job at the end of the line.
     pub(crate) fn push(&mut self, entry: Entry<D>) {
+        self.came += 1;
         self.members.push(Member {
+            id: self.came,
             entry,
             running: false,
             joined: None,
@@ -187,8 +238,34 @@ impl<D: Denoiser> Batch<D> {
             }
         }
         self.answer_ended();
+        self.choose();
+        for member in self.members.iter_mut().filter(|member| member.running) {
+            member.joined.get_or_insert_with(base::clock::now);
+        }
+    }
+
+    /// Who is in the next step.
+    fn choose(&mut self) {
+        let Some(former) = &mut self.former else {
+            self.choose_by_arrival();
+            return;
+        };
+        let candidate = |member: &Member<D>| Candidate {
+            id: member.id,
+            weight: member.entry.weight,
+            terms: member.entry.terms,
+            done: self.denoiser.steps_done(&member.entry.job),
+        };
+        let candidates: Vec<Candidate> = self.members.iter().map(candidate).collect();
+        let chosen = former.choose(&candidates);
+        for member in &mut self.members {
+            member.running = chosen.contains(&member.id);
+        }
+    }
+
+    fn choose_by_arrival(&mut self) {
         let mut order: Vec<usize> = (0..self.members.len()).collect();
-        order.sort_by_key(|&index| self.members[index].entry.class);
+        order.sort_by_key(|&index| self.members[index].entry.terms.class);
         let (mut rows, mut tokens, mut full) = (0, 0, false);
         for (place, index) in order.into_iter().enumerate() {
             let member = &mut self.members[index];
@@ -198,15 +275,16 @@ impl<D: Denoiser> Batch<D> {
             // Who comes later does not overtake: nobody waits for ever.
             full |= rows > self.limits.max_rows || tokens > self.limits.max_tokens;
             member.running = place == 0 || !full;
-            if member.running {
-                member.joined.get_or_insert_with(base::clock::now);
-            }
         }
     }
 
     /// Runs one packed step, reports progress, answers jobs that ended.
     pub(crate) fn step(&mut self) {
+        let start = base::clock::now();
         self.step_packed();
+        if let Some(former) = &mut self.former {
+            former.stepped(base::clock::now().saturating_duration_since(start));
+        }
         let denoiser = &self.denoiser;
         for member in self.members.iter_mut().filter(|member| member.running) {
             if member.outcome.is_none() {

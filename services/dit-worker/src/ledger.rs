@@ -5,8 +5,7 @@
 use std::{fs, path::Path, sync::Arc};
 
 use base::Failure;
-use model::{JobOptions, JobSpec, Latents, PrefixKv, StepCache, VaeConfig};
-use parallel::RankContext;
+use model::{JobOptions, JobSpec, Latents, PrefixKv, StepCache, VaeConfig, vae::Tiles};
 use stage::{Ranks, StageError};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
@@ -25,6 +24,10 @@ const UNIT: u64 = 16 << 10;
 const GUIDANCE: f64 = 2.0;
 /// Activations of a residual block that are there at once: input, first result, its norm, second result.
 const DECODE_LIVE: usize = 4;
+/// Copies of a picture that is put together of tiles: the tiles of two rows, those that are kept, and itself.
+const TILED_COPIES: u64 = 4;
+/// Copies on each rank whose tiles travel: its own, and everybody's.
+const TILED_SHARED: u64 = 2;
 /// Of each lower resolution, buffers that are kept for reuse and find none.
 const DECODE_KEPT: usize = 3;
 
@@ -51,6 +54,17 @@ impl Line {
     }
 }
 
+/// What a decode in tiles takes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct TileCosts {
+    /// Positions of a tile.
+    positions: usize,
+    /// Tiles that are decoded at a time.
+    ranks: u64,
+    /// Bytes of the picture for each position.
+    picture: u64,
+}
+
 /// What this worker's model takes.
 #[derive(Debug, Clone)]
 pub(crate) struct Costs {
@@ -60,6 +74,8 @@ pub(crate) struct Costs {
     pub(crate) step: Line,
     /// A decode, by latent positions.
     pub(crate) decode: Line,
+    /// Where pictures are decoded in tiles.
+    pub(crate) tiles: Option<TileCosts>,
     /// Positions of the largest picture.
     largest: usize,
     prefix_token: u64,
@@ -98,6 +114,7 @@ impl Costs {
             resident,
             step: Line::through(steps[0], steps[1]),
             decode: decode_line(&config.vae),
+            tiles: tile_costs(ranks),
             largest,
             prefix_token: (info.kv.elements_per_token() * size_of::<f32>()) as u64,
             copies: if ranks.models().len() == 1 { 1 } else { 2 },
@@ -127,7 +144,22 @@ impl Costs {
 
     /// What has to be free whoever is in: the fixed part of a step, and one decode of the largest picture.
     pub(crate) fn fixed(&self) -> u64 {
-        self.step.at(0) + self.decode.at(self.largest)
+        self.step.at(0) + self.decoding(self.largest)
+    }
+
+    /// What decoding a picture of so many positions takes.
+    pub(crate) fn decoding(&self, positions: usize) -> u64 {
+        let whole = self.decode.at(positions);
+        let Some(tiles) = self.tiles.filter(|tiles| positions > tiles.positions) else {
+            return whole;
+        };
+        let shared = if tiles.ranks > 1 {
+            TILED_SHARED * tiles.ranks
+        } else {
+            0
+        };
+        let picture = (TILED_COPIES + shared) * tiles.picture * positions as u64;
+        whole.min(tiles.ranks * self.decode.at(tiles.positions) + picture)
     }
 }
 
@@ -241,6 +273,11 @@ impl Ledger {
         taken.map_err(|_| StageError::Draining)
     }
 
+    /// Bytes that requests may still reserve.
+    pub(crate) fn free(&self) -> u64 {
+        self.free.available_permits() as u64 * UNIT
+    }
+
     /// Bytes reserved now.
     pub(crate) fn reserved(&self) -> u64 {
         self.room / UNIT * UNIT - self.free.available_permits() as u64 * UNIT
@@ -297,9 +334,10 @@ pub fn rehearse(ranks: &Ranks, load: Load) -> Result<Rehearsal, StageError> {
         resume: None,
         news: NewsPlan::default(),
         class: crate::batch::Class::Standard,
+        arrived: base::clock::now(),
     };
     let grid = (load.size.0 / costs.cell, load.size.1 / costs.cell);
-    let fixed = costs.step.at(0) + costs.decode.at(grid.0 * grid.1);
+    let fixed = costs.step.at(0) + costs.decoding(grid.0 * grid.1);
     let predicted = costs.resident + fixed + load.requests as u64 * costs.job(&order);
     reset_peak()?;
     let values = info.kv.elements_per_token() * load.prefix as usize;
@@ -329,7 +367,7 @@ pub fn rehearse(ranks: &Ranks, load: Load) -> Result<Rehearsal, StageError> {
             let channels = ranks.first().config().vae.latent_channels;
             let values = filled(channels * grid.0 * grid.1);
             let latents = Latents::new(channels, grid.0, grid.1, values)?;
-            ranks.first().decode(&RankContext::single(), &latents)?;
+            ranks.decode(&latents)?;
             Ok::<_, StageError>(())
         });
         for _ in 0..load.steps {
@@ -351,7 +389,17 @@ fn filled(count: usize) -> Vec<f32> {
 }
 
 /// One guided step (where guidance takes two rows) on a one-token prefix; its query tokens.
-fn one_step(ranks: &Ranks, (height, width): (usize, usize)) -> Result<usize, StageError> {
+fn one_step(ranks: &Ranks, size: (usize, usize)) -> Result<usize, StageError> {
+    let mut job = sample_job(ranks, size)?;
+    RankJob::step_together(ranks, std::slice::from_mut(&mut job))?;
+    Ok(crate::denoiser::weight(&job).tokens)
+}
+
+/// A guided job of one step on one-token prefixes.
+pub(crate) fn sample_job(
+    ranks: &Ranks,
+    (height, width): (usize, usize),
+) -> Result<RankJob, StageError> {
     let info = ranks.info();
     let values = filled(info.kv.elements_per_token());
     let prefix = Arc::new(PrefixKv::new(info.kv, 1, values)?);
@@ -364,9 +412,7 @@ fn one_step(ranks: &Ranks, (height, width): (usize, usize)) -> Result<usize, Sta
         cond: Some(Arc::clone(&prefix)),
         uncond: Some(prefix),
     };
-    let mut job = RankJob::new(ranks, &spec, &JobOptions::default(), NewsPlan::default())?;
-    RankJob::step_together(ranks, std::slice::from_mut(&mut job))?;
-    Ok(crate::denoiser::weight(&job).tokens)
+    RankJob::new(ranks, &spec, &JobOptions::default(), NewsPlan::default())
 }
 
 /// What a whole decode takes, by latent positions.
@@ -386,6 +432,17 @@ fn decode_line(vae: &VaeConfig) -> Line {
         base: 0.0,
         each: (values * size_of::<f32>()) as f64,
     }
+}
+
+fn tile_costs(ranks: &Ranks) -> Option<TileCosts> {
+    let vae = &ranks.first().config().vae;
+    let tile = vae.sample_size / vae.spatial_factor;
+    let pixels = vae.spatial_factor.pow(2) * vae.out_channels;
+    (ranks.first().tiles() != Tiles::Whole).then(|| TileCosts {
+        positions: tile * tile,
+        ranks: ranks.models().len() as u64,
+        picture: (pixels * size_of::<f32>()) as u64,
+    })
 }
 
 /// Bytes resident now.
@@ -453,6 +510,7 @@ mod tests {
                 base: 0.0,
                 each: 1e4,
             },
+            tiles: None,
             largest: 16,
             prefix_token: 1 << 10,
             copies: 1,
@@ -483,6 +541,7 @@ mod tests {
             resume: None,
             news: NewsPlan::default(),
             class: crate::batch::Class::Standard,
+            arrived: base::clock::now(),
         }
     }
 
@@ -498,6 +557,21 @@ mod tests {
         assert!(ledger.reserved() >= 2 * one);
         drop(first);
         assert!(ledger.try_take(permits).is_some());
+    }
+
+    #[test]
+    fn tiles_bound_what_a_large_decode_takes_and_change_nothing_for_a_small_one() {
+        let tiled = Costs {
+            tiles: Some(TileCosts {
+                positions: 4,
+                ranks: 2,
+                picture: 100,
+            }),
+            ..costs()
+        };
+        assert_eq!(tiled.decoding(4), costs().decoding(4));
+        assert_eq!(tiled.decoding(1_000), 2 * 40_000 + 8 * 100 * 1_000);
+        assert!(tiled.decoding(1_000) < costs().decoding(1_000) / 3);
     }
 
     #[test]

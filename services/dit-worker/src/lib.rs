@@ -8,10 +8,12 @@ mod denoiser;
 #[cfg(feature = "cuda")]
 mod device;
 mod fetch;
+mod former;
 pub mod ledger;
 #[cfg(test)]
 mod mixed;
 mod order;
+mod pace;
 mod picture;
 mod service;
 pub mod steps;
@@ -31,6 +33,7 @@ const FETCHED_AHEAD: usize = 1;
 const MAX_SPECIALS: usize = 3;
 
 pub use batch::StepLimits;
+pub use former::{Forming, Outlook};
 pub use service::DitWorker;
 
 /// What a DiT worker does and within which bounds.
@@ -50,6 +53,10 @@ pub struct DitWorkerConfig {
     pub client: ClientConfig,
     /// Bounds of one packed step.
     pub limits: StepLimits,
+    /// Whether pictures are decoded whole or in tiles, which the ranks share.
+    pub tiles: model::vae::Tiles,
+    /// Whether who steps together is chosen by what steps cost; else by class and order of arrival.
+    pub by_cost: bool,
     /// How jobs save steps.
     pub step_cache: model::StepCache,
     /// Bytes that the process may have resident; `None`: what the machine has free once the model is loaded.
@@ -90,6 +97,9 @@ impl DitWorkerConfig {
         }
         if self.balance.eplb.enabled {
             return refused("eplb_interval", "is not built");
+        }
+        if self.tiles != model::vae::Tiles::Whole {
+            return refused("vae_tiles", "is not built");
         }
         if self.memory.is_some() {
             return refused("memory", "is that of the host, see gpu_memory");

@@ -17,9 +17,11 @@ use telemetry::{Metrics, names};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::{
-    batch::{Batch, Class, Ended, Entry, StepLimits},
+    batch::tests,
+    batch::{Batch, Class, Ended, Entry, StepLimits, Terms},
     checkpoint,
     denoiser::{ModelDenoiser, NewsPlan, RankJob, weight},
+    former::Forming,
 };
 
 const CHECKPOINT: &str = concat!(
@@ -61,6 +63,7 @@ fn ranks(plan: &str) -> Ranks {
         plan: plan.parse().unwrap(),
         balance: BalanceOptions::default(),
         residency: model::Residency::All,
+        tiles: model::vae::Tiles::Whole,
     };
     Ranks::open(Path::new(CHECKPOINT), load).unwrap()
 }
@@ -159,12 +162,18 @@ impl<'a> Run<'a> {
             ranks: Arc::clone(&ranks),
             metrics: metrics.clone(),
         };
+        // By cost every other time, with a step worth sharing.
+        let costs = (seed % 2 == 1).then(|| tests::constants(0.1));
+        let forming = Forming {
+            limits: LIMITS,
+            costs,
+        };
         Self {
             plan,
             ranks,
             prefixes,
             chance: Source::seeded(seed),
-            batch: Batch::new(denoiser, LIMITS),
+            batch: Batch::new(denoiser, forming),
             callers: Vec::new(),
             tally: Tally::default(),
             metrics,
@@ -187,7 +196,10 @@ impl<'a> Run<'a> {
         self.batch.push(Entry {
             weight: weight(&job),
             job,
-            class: classes[self.chance.below(3) as usize],
+            terms: Terms {
+                steps: wish.steps,
+                ..classes[self.chance.below(3) as usize].into()
+            },
             progress,
             result,
             park: Arc::clone(&park),
@@ -307,14 +319,15 @@ fn apart(got: &Latents, want: &Latents) -> f32 {
 fn every_survivor_has_its_solo_image(requests: usize, seed: u64) {
     let mut one = Solo::new("single");
     let prefixes = prefixes(&one.ranks);
-    for plan in [
+    let plans = [
         "single",
         "cfg=2,tp=2",
         "ulysses=2",
         "ring=2",
         "pp=2",
         "ulysses=2,ep=ulysses",
-    ] {
+    ];
+    for (seed, plan) in (seed..).zip(plans) {
         let (images, tally, metrics) = Run::new(plan, &prefixes, seed).run(requests);
         assert_eq!(
             tally.survived + tally.cancelled,

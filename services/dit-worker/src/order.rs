@@ -1,5 +1,5 @@
 //! A request whose fields are understood, and the prefixes it names.
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use base::{
     Failure,
@@ -9,7 +9,11 @@ use model::{JobState, ModelInfo, preprocess::MAX_INPUT_SIDE};
 use proto::v1::{DenoiseRequest, PrefixHandle, PrefixRow, PreviewKind, Priority, prefix_row::Kind};
 use stage::StageError;
 
-use crate::{batch::Class, checkpoint, denoiser::NewsPlan};
+use crate::{
+    batch::{Class, Terms},
+    checkpoint,
+    denoiser::NewsPlan,
+};
 
 /// What to denoise.
 #[derive(Debug, Clone)]
@@ -26,6 +30,8 @@ pub(crate) struct Order {
     pub(crate) resume: Option<JobState>,
     pub(crate) news: NewsPlan,
     pub(crate) class: Class,
+    /// When the request came to a router.
+    pub(crate) arrived: Instant,
     /// Height and width that the image is scaled to, if it is.
     pub(crate) output: Option<(usize, usize)>,
     /// Epoch of the cluster that the request was decided on.
@@ -91,12 +97,24 @@ impl Order {
                 vae: kind == PreviewKind::Vae,
             },
             class,
+            arrived: Terms::new(class, Duration::from_millis(request.age_ms.into())).arrived,
             output,
             epoch: request.epoch,
             transfer_timeout: Some(request.transfer_timeout_ms)
                 .filter(|ms| *ms > 0)
                 .map(|ms| Duration::from_millis(ms.into())),
         })
+    }
+
+    /// What the batch is told of it.
+    pub(crate) fn terms(&self) -> Terms {
+        let uncond = self.uncond.as_ref().map_or(0, |prefix| prefix.tokens);
+        Terms {
+            class: self.class,
+            arrived: self.arrived,
+            prefix: self.cond.tokens.max(uncond) as usize,
+            steps: self.steps,
+        }
     }
 }
 
@@ -238,7 +256,8 @@ mod tests {
             previews: 2,
             preview_kind: PreviewKind::Linear.into(),
             priority: Priority::Background.into(),
-            ..DenoiseRequest::default()
+            age_ms: 2_000,
+            transfer_timeout_ms: 0,
         }
     }
 
@@ -254,11 +273,14 @@ mod tests {
         let order = Order::new(good(), &info(), 3).unwrap();
         assert_eq!((order.height, order.width, order.steps), (32, 64, 4));
         assert!(order.uncond.is_some());
-        assert_eq!(order.resume.unwrap(), state(2));
+        assert_eq!(order.resume.as_ref(), Some(&state(2)));
         assert_eq!(
             (order.news.checkpoint_every, order.class),
             (5, Class::Background)
         );
+        let terms = order.terms();
+        assert_eq!((terms.steps, terms.class), (4, Class::Background));
+        assert!(base::clock::millis_since(terms.arrived) >= 2_000.0);
     }
 
     #[test]

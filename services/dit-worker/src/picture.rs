@@ -1,7 +1,6 @@
 //! From latents to a PNG, off the step loop.
 use base::{Code, Failure, clock};
 use model::{Latents, RgbImage, preprocess::scaled};
-use parallel::RankContext;
 use proto::v1::DenoiseImage;
 use stage::{Ranks, StageError};
 
@@ -35,7 +34,7 @@ pub(crate) fn decoded(ranks: &Ranks, latents: &Latents) -> Result<RgbImage, Stag
     if let Some(gpus) = ranks.gpus() {
         return gpus.decode(latents);
     }
-    Ok(ranks.first().decode(&RankContext::single(), latents)?)
+    ranks.decode(latents)
 }
 
 /// A picture on the wire.

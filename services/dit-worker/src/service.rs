@@ -22,6 +22,7 @@ use proto::{
     },
 };
 use registry::{Load, Role};
+use schedule::cost::Constants;
 use stage::{Engine, Gate, RankLoad, Ranks, Stage, StageError, info};
 use telemetry::{Metrics, names as metric, trace::within};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, SemaphorePermit, mpsc};
@@ -35,9 +36,10 @@ use crate::{
     checkpoint,
     denoiser::{ModelDenoiser, RankJob, warm_up, weight},
     fetch::{self, Leases, Prefixes},
+    former::Forming,
     ledger::{Costs, Ledger},
     order::Order,
-    picture,
+    pace, picture,
     steps::{StepLoop, Ticket},
 };
 
@@ -70,6 +72,7 @@ struct Loaded {
     preview: Option<Arc<LinearPreview>>,
     cache: StepCache,
     ledger: Ledger,
+    costs: Constants,
 }
 
 type Events = mpsc::Sender<Result<DenoiseResponse, Status>>;
@@ -134,7 +137,7 @@ impl DitWorker {
         };
         let (job, leases, resident) = or_stop(stop, Box::pin(begin)).await?;
         let weight = weight(&job);
-        let ticket = loaded.steps.submit(job, weight, order.class)?;
+        let ticket = loaded.steps.submit(job, weight, order.terms())?;
         let steps = self.follow(loaded, ticket, (&order, events, stop));
         let ended = within(telemetry::hop!("steps", steps = order.steps), steps).await?;
         let state = ended.job.state()?;
@@ -426,6 +429,11 @@ fn narrow(value: usize) -> u32 {
     u32::try_from(value).unwrap_or(u32::MAX)
 }
 
+/// Rounded up: what is not nothing is told.
+fn whole(value: f64) -> u32 {
+    value.ceil().clamp(0.0, f64::from(u32::MAX)) as u32
+}
+
 #[tonic::async_trait]
 impl Stage for DitWorker {
     const ROLE: Role = Role::DitWorker;
@@ -441,10 +449,11 @@ impl Stage for DitWorker {
     async fn load(&self) -> Result<v1::ModelInfo, StageError> {
         let (dir, plan) = (self.config.model.clone(), self.config.plan);
         let (balance, residency) = (self.config.balance, self.config.residency);
+        let tiles = self.config.tiles;
         let cache = self.config.step_cache.clone();
         let memory = self.config.memory;
         let device = self.config.on_gpus()?;
-        let (ranks, preview, cache, ledger) = self
+        let (ranks, preview, cache, ledger, costs) = self
             .prepare
             .run(move || {
                 let parts = Parts {
@@ -457,21 +466,27 @@ impl Stage for DitWorker {
                     plan,
                     balance,
                     residency,
+                    tiles,
                 };
                 let ranks = opened(&dir, load, device)?;
                 let cache = cache.of_model(&dir)?;
                 let ranks = Arc::new(ranks);
                 let ledger = ledger(&ranks, &cache, memory)?;
+                let pace = pace::measure(&ranks)?;
                 let channels = ranks.first().config().vae.latent_channels;
                 let preview = LinearPreview::load(&dir, channels)?.map(Arc::new);
-                Ok::<_, StageError>((ranks, preview, cache, ledger))
+                Ok::<_, StageError>((ranks, preview, cache, ledger, pace))
             })
             .await??;
         let denoiser = ModelDenoiser {
             ranks: Arc::clone(&ranks),
             metrics: self.metrics.clone(),
         };
-        let steps = StepLoop::start(denoiser, self.config.limits, self.bound)?;
+        let forming = Forming {
+            limits: self.config.limits,
+            costs: self.config.by_cost.then_some(costs),
+        };
+        let steps = StepLoop::start(denoiser, forming, self.bound)?;
         let info = info::ranks_to_proto(&ranks);
         // Loaded once; a second load would change nothing.
         let _ = self.loaded.set(Loaded {
@@ -480,6 +495,7 @@ impl Stage for DitWorker {
             preview,
             cache,
             ledger,
+            costs,
         });
         Ok(info)
     }
@@ -492,23 +508,27 @@ impl Stage for DitWorker {
         &self.gate
     }
 
+    fn step_costs(&self) -> Option<v1::StepCosts> {
+        let loaded = self.loaded.get()?;
+        Some(pace::told(&loaded.costs))
+    }
+
     fn report(&self) -> Load {
         let inside = narrow(self.inside());
-        let running = self
-            .loaded
-            .get()
-            .map_or(0, |loaded| narrow(loaded.steps.live()));
+        let loaded = self.loaded.get();
+        let running = loaded.map_or(0, |loaded| narrow(loaded.steps.live()));
+        let outlook = loaded.map(|loaded| loaded.steps.outlook());
+        let outlook = outlook.unwrap_or_default();
         let load = Load {
             running: running.min(inside),
             queued: inside.saturating_sub(running),
             // Under guidance a job takes two rows.
             capacity: narrow(self.config.limits.max_rows.div_ceil(2)),
-            ..Load::default()
+            backlog_ms: whole(outlook.backlog_s * 1e3),
+            step_ratio: whole(outlook.ratio * 1e3),
+            free_bytes: loaded.map_or(0, |loaded| loaded.ledger.free()),
         };
-        let reserved = self
-            .loaded
-            .get()
-            .map_or(0, |loaded| loaded.ledger.reserved());
+        let reserved = loaded.map_or(0, |loaded| loaded.ledger.reserved());
         #[cfg(feature = "cuda")]
         if let Some(gpus) = self.loaded.get().and_then(|loaded| loaded.ranks.gpus()) {
             gpus.report(&self.metrics, "dit-worker");

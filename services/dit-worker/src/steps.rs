@@ -2,7 +2,7 @@
 use std::{
     fmt,
     sync::{
-        Arc,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
 };
@@ -11,7 +11,10 @@ use base::limits::EVENT_QUEUE;
 use stage::StageError;
 use tokio::sync::{mpsc, oneshot};
 
-use crate::batch::{Batch, Class, Denoiser, Ended, Entry, StepLimits, Told, Weight};
+use crate::{
+    batch::{Batch, Denoiser, Ended, Entry, Terms, Told, Weight},
+    former::{Forming, Outlook},
+};
 
 /// Sends jobs to the loop. When the last clone is gone, the loop ends after its last job.
 pub struct StepLoop<D: Denoiser> {
@@ -24,6 +27,7 @@ pub struct StepLoop<D: Denoiser> {
 struct Counts {
     live: AtomicUsize,
     waiting: AtomicUsize,
+    outlook: Mutex<Outlook>,
 }
 
 /// What a caller holds while its job runs. Dropping it cancels the job at the next step boundary.
@@ -76,7 +80,13 @@ impl<D: Denoiser> StepLoop<D> {
     ///
     /// # Errors
     /// The operating system gives no thread, or a limit is 0.
-    pub fn start(denoiser: D, limits: StepLimits, max_queue: usize) -> Result<Self, StageError> {
+    pub fn start(
+        denoiser: D,
+        forming: impl Into<Forming>,
+        max_queue: usize,
+    ) -> Result<Self, StageError> {
+        let forming = forming.into();
+        let limits = forming.limits;
         for (field, value) in [
             ("max_rows", limits.max_rows),
             ("max_tokens", limits.max_tokens),
@@ -89,7 +99,7 @@ impl<D: Denoiser> StepLoop<D> {
         let (queue, entries) = mpsc::channel(max_queue);
         let load = Arc::new(Counts::default());
         let counts = Arc::clone(&load);
-        let batch = Batch::new(denoiser, limits);
+        let batch = Batch::new(denoiser, forming);
         std::thread::Builder::new()
             .name("denoise".to_owned())
             .spawn(move || drive(batch, entries, &counts))
@@ -114,6 +124,12 @@ impl<D: Denoiser> StepLoop<D> {
         self.load.waiting.load(Ordering::SeqCst)
     }
 
+    /// What is left to do, as of the last boundary.
+    pub fn outlook(&self) -> Outlook {
+        let outlook = self.load.outlook.lock();
+        *outlook.unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Puts a job in line.
     ///
     /// # Errors
@@ -122,7 +138,7 @@ impl<D: Denoiser> StepLoop<D> {
         &self,
         job: D::Job,
         weight: Weight,
-        class: Class,
+        terms: impl Into<Terms>,
     ) -> Result<Ticket<D>, StageError> {
         let full = || StageError::QueueFull {
             queue: "denoise",
@@ -141,7 +157,7 @@ impl<D: Denoiser> StepLoop<D> {
         let entry = Entry {
             job,
             weight,
-            class,
+            terms: terms.into(),
             progress,
             result,
             park: Arc::clone(&park),
@@ -191,6 +207,11 @@ fn drive<D: Denoiser>(mut batch: Batch<D>, mut entries: mpsc::Receiver<Entry<D>>
             batch.step();
             counts.live.store(batch.live(), Ordering::SeqCst);
         }
+        let mut outlook = counts
+            .outlook
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        *outlook = batch.outlook();
     }
 }
 
@@ -198,6 +219,7 @@ fn drive<D: Denoiser>(mut batch: Batch<D>, mut entries: mpsc::Receiver<Entry<D>>
 mod tests {
     use super::*;
     use crate::batch::tests::{Fake, FakeJob};
+    use crate::batch::{Class, StepLimits};
 
     const LIMITS: StepLimits = StepLimits {
         max_rows: 8,

@@ -21,6 +21,7 @@ fn the_ledger_is_close_to_the_peak() {
         plan: "single".parse().unwrap(),
         balance: BalanceOptions::default(),
         residency: model::Residency::All,
+        tiles: model::vae::Tiles::Whole,
     };
     let ranks = Ranks::open(Path::new(CHECKPOINT), load).unwrap();
     let load = Load {

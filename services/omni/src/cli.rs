@@ -5,8 +5,8 @@ use clap::{Arg, ArgAction, ArgMatches, Args as _, Command, FromArgMatches as _, 
 
 use crate::{
     bench::{
-        AttentionArgs, CollectivesArgs, DecodeArgs, DenoiseArgs, MoeArgs, OffloadArgs,
-        TransferArgs, VaeArgs,
+        AttentionArgs, BalanceArgs, CollectivesArgs, DecodeArgs, DenoiseArgs, MixArgs, MoeArgs,
+        OffloadArgs, SavingArgs, TransferArgs, VaeArgs,
     },
     certs::CertsArgs,
     settings::{self, Role},
@@ -52,6 +52,12 @@ pub(crate) enum Action {
     BenchVae(VaeArgs),
     /// Measure the exchange between GPUs.
     BenchCollectives(CollectivesArgs),
+    /// Measure what moving experts does.
+    BenchBalance(BalanceArgs),
+    /// Measure a packed step of two sizes.
+    BenchMix(MixArgs),
+    /// Measure step caches.
+    BenchSaving(SavingArgs),
     /// Measure how fast prefixes move.
     BenchTransfer(TransferArgs),
     /// Fit the colours of cheap previews.
@@ -97,6 +103,9 @@ pub(crate) fn command() -> Command {
                 .subcommand(DenoiseArgs::augment_args(Command::new("denoise")))
                 .subcommand(DecodeArgs::augment_args(Command::new("decode")))
                 .subcommand(AttentionArgs::augment_args(Command::new("attention")))
+                .subcommand(BalanceArgs::augment_args(Command::new("balance")))
+                .subcommand(MixArgs::augment_args(Command::new("mix")))
+                .subcommand(SavingArgs::augment_args(Command::new("saving")))
                 .subcommand(OffloadArgs::augment_args(Command::new("offload")))
                 .subcommand(MoeArgs::augment_args(Command::new("moe")))
                 .subcommand(VaeArgs::augment_args(Command::new("vae")))
@@ -213,6 +222,13 @@ fn bench(matches: &ArgMatches) -> Result<Action, clap::Error> {
         Some(("attention", matches)) => Ok(Action::BenchAttention(
             AttentionArgs::from_arg_matches(matches)?,
         )),
+        Some(("balance", matches)) => Ok(Action::BenchBalance(BalanceArgs::from_arg_matches(
+            matches,
+        )?)),
+        Some(("mix", matches)) => Ok(Action::BenchMix(MixArgs::from_arg_matches(matches)?)),
+        Some(("saving", matches)) => {
+            Ok(Action::BenchSaving(SavingArgs::from_arg_matches(matches)?))
+        }
         Some(("offload", matches)) => Ok(Action::BenchOffload(OffloadArgs::from_arg_matches(
             matches,
         )?)),

@@ -13,7 +13,7 @@ use kv_transfer::{
     ClientConfig, Host, ServiceConfig,
     engine::{EngineConfig, Transport},
 };
-use model::{BalanceOptions, Residency, StepCache};
+use model::{BalanceOptions, Residency, StepCache, vae::Tiles};
 use parallel::eplb::EplbConfig;
 use proto::tls::Tls;
 use registry::{Backend, EtcdConfig, EtcdTls, EtcdUser, RegistryError};
@@ -32,6 +32,9 @@ use crate::{
 
 /// Most compute threads a process may be told to use.
 const MAX_THREADS: usize = 1024;
+/// Least and largest share by which tiles of a picture overlap.
+const MIN_OVERLAP: f64 = 0.05;
+const MAX_OVERLAP: f64 = 0.5;
 /// How far the port of the HTTP API is above that of gRPC, when it is not set.
 const HTTP_PORT_OFFSET: u16 = 80;
 /// Cluster that a process joins when none is named.
@@ -186,6 +189,8 @@ fn plan(role: Role, settings: &Settings, file: Option<&Path>) -> Result<Plan, Om
                 device: device(settings)?,
                 balance: balance(settings)?,
                 residency: residency(settings)?,
+                tiles: tiles(settings)?,
+                by_cost: settings.one_of("batching", &[("cost", true), ("arrival", false)])?,
                 client: receiver(settings)?,
                 limits: StepLimits {
                     max_rows: settings.count("max_rows", 1)?,
@@ -483,6 +488,22 @@ fn residency(settings: &Settings) -> Result<Residency, OmniError> {
         OmniError::Config(format!("resident_layers {message}, got {text:?}"))
     })?;
     Ok(Residency::Bytes(bytes as u64))
+}
+
+/// How pictures are decoded.
+fn tiles(settings: &Settings) -> Result<Tiles, OmniError> {
+    let text = settings.text("vae_tiles")?;
+    if text == "off" {
+        return Ok(Tiles::Whole);
+    }
+    match text.parse() {
+        Ok(overlap) if (MIN_OVERLAP..=MAX_OVERLAP).contains(&overlap) => {
+            Ok(Tiles::Overlapping(overlap))
+        }
+        _ => Err(OmniError::Config(format!(
+            "vae_tiles must be off or an overlap of {MIN_OVERLAP} to {MAX_OVERLAP}, got {text:?}"
+        ))),
+    }
 }
 
 /// How jobs save steps; what belongs to a model is read when that is loaded.

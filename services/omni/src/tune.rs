@@ -127,8 +127,7 @@ pub(crate) fn calibrate(args: &TuneArgs) -> Result<String, OmniError> {
     let options = JobOptions {
         cache: StepCache::Tea(Tea {
             threshold: 0.0,
-            coefficients: Vec::new(),
-            first: 1,
+            ..Tea::default()
         }),
         ..JobOptions::default()
     };
@@ -151,7 +150,7 @@ pub(crate) fn calibrate(args: &TuneArgs) -> Result<String, OmniError> {
     let tea = Tea {
         threshold: 0.0,
         coefficients,
-        first: 1,
+        ..Tea::default()
     };
     let errors = points.iter().map(|(x, y)| (tea.rescaled(*x) - y).powi(2));
     let error = (errors.sum::<f64>() / points.len() as f64).sqrt();

@@ -36,6 +36,7 @@ fn open(plan: &str) -> Arc<Ranks> {
         plan: plan.parse().unwrap(),
         balance: BalanceOptions::default(),
         residency: model::Residency::All,
+        tiles: model::vae::Tiles::Whole,
     };
     Arc::new(Ranks::open(&checkpoint(), load).unwrap())
 }

@@ -1,5 +1,7 @@
 use std::sync::{Arc, Mutex};
 
+use schedule::cost::Constants;
+
 use super::*;
 
 #[derive(Debug, Clone)]
@@ -101,7 +103,7 @@ fn push_class(batch: &mut Batch<Fake>, job: FakeJob, weight: Weight, class: Clas
     batch.push(Entry {
         job,
         weight,
-        class,
+        terms: class.into(),
         progress,
         result,
         park: Arc::clone(&park),
@@ -226,7 +228,7 @@ fn a_slow_reader_of_progress_still_gets_its_result() {
     batch.push(Entry {
         job: FakeJob::new(1, 50),
         weight: light(),
-        class: Class::Standard,
+        terms: Class::Standard.into(),
         progress,
         result,
         park: Arc::default(),
@@ -290,4 +292,101 @@ fn a_job_that_arrives_with_all_its_steps_done_takes_no_step() {
     assert!(!ended.parked);
     assert_eq!(batch.live(), 0);
     assert!(fake.0.lock().unwrap().is_empty());
+}
+
+/// Of steps of which `fixed_s` is paid whoever is in them.
+pub(crate) fn constants(fixed_s: f64) -> Constants {
+    Constants {
+        fixed_s,
+        per_row_s: 0.0,
+        per_token_s: 1e-3,
+        per_pair_s: 0.0,
+        dense_read_s: 0.0,
+        experts_read_s: 0.0,
+        untouched_share: 1.0,
+        stream_s: 0.0,
+        decode_token_s: 0.0,
+    }
+}
+
+/// Pushes a job of one row of `tokens`, with its number of steps among its terms.
+fn push_terms(
+    batch: &mut Batch<Fake>,
+    (id, steps): (u32, usize),
+    tokens: usize,
+    class: Class,
+) -> Caller {
+    let weight = Weight { rows: 1, tokens };
+    let caller = push_class(batch, FakeJob::new(id, steps), weight, class);
+    let last = batch.members.last_mut().unwrap();
+    last.entry.terms = Terms {
+        steps,
+        ..class.into()
+    };
+    caller
+}
+
+#[test]
+fn jobs_share_a_step_where_that_saves_time_and_run_one_after_the_other_where_not() {
+    for (fixed_s, shared) in [(10.0, true), (0.0, false)] {
+        let fake = Fake::default();
+        let costs = Some(constants(fixed_s));
+        let limits = ROOMY;
+        let mut batch = Batch::new(fake.clone(), Forming { limits, costs });
+        let _callers = [1, 2].map(|id| push_terms(&mut batch, (id, 2), 10, Class::Standard));
+        steps(&mut batch, 4);
+        let mut ran = fake.0.lock().unwrap().clone();
+        ran.retain(|step| !step.is_empty());
+        let want: &[Vec<u32>] = if shared {
+            &[vec![1, 2], vec![1, 2]]
+        } else {
+            &[vec![1], vec![1], vec![2], vec![2]]
+        };
+        assert_eq!(ran, want, "fixed part {fixed_s}");
+    }
+}
+
+#[test]
+fn by_cost_the_urgent_come_first_then_the_small_and_what_was_begun_goes_on_later() {
+    let fake = Fake::default();
+    let (limits, costs) = (ROOMY, Some(constants(0.0)));
+    let mut batch = Batch::new(fake.clone(), Forming { limits, costs });
+    let large = push_terms(&mut batch, (1, 3), 5_000, Class::Standard);
+    steps(&mut batch, 1);
+    let _others = [
+        push_terms(&mut batch, (2, 2), 10, Class::Standard),
+        push_terms(&mut batch, (3, 1), 10, Class::Background),
+        push_terms(&mut batch, (4, 1), 2_000, Class::Interactive),
+    ];
+    batch.boundary();
+    assert_eq!(batch.former.as_ref().unwrap().parked(), 1);
+    assert!(batch.outlook().backlog_s > 0.0);
+    steps(&mut batch, 10);
+    // A large one has the latest target of all, half a minute a class notwithstanding.
+    assert_eq!(fake.0.lock().unwrap().concat(), [1, 4, 2, 2, 3, 1, 1]);
+    drop(large);
+    assert_eq!(batch.outlook().backlog_s, 0.0);
+}
+
+#[test]
+fn by_cost_limits_hold_a_failing_job_fails_alone_and_nobody_is_forgotten() {
+    let fake = Fake::default();
+    let limits = StepLimits {
+        max_rows: 2,
+        max_tokens: 100,
+    };
+    let costs = Some(constants(10.0));
+    let mut batch = Batch::new(fake.clone(), Forming { limits, costs });
+    let mut callers: Vec<Caller> = (1..=5)
+        .map(|id| push_terms(&mut batch, (id, 3), 10, Class::Standard))
+        .collect();
+    batch.members[1].entry.job.trouble = Some((2, Trouble::Error));
+    // Its terms know of one step, it has three: it comes in again as often as it must.
+    batch.members[4].entry.terms.steps = 1;
+    steps(&mut batch, 20);
+    assert!(fake.0.lock().unwrap().iter().all(|step| step.len() <= 2));
+    for (index, caller) in callers.iter_mut().enumerate() {
+        let result = caller.result.try_recv().unwrap();
+        assert_eq!(result.is_err(), index == 1, "{index}");
+    }
 }

@@ -276,7 +276,9 @@ pub(super) fn guided_jobs(model: &Model, batch: &Batch) -> Result<Vec<DenoiseJob
             cond: Some(prefix(1 << 32)?),
             uncond: Some(prefix(2 << 32)?),
         };
-        DenoiseJob::new(model, spec).map_err(model_error)
+        let part = spec.part_of(model.rank());
+        part.and_then(|spec| DenoiseJob::new(model, spec))
+            .map_err(model_error)
     };
     (0..batch.pictures).map(job).collect()
 }

@@ -1,6 +1,7 @@
 //! Measurements of this machine, through the public interface of the model. Everything printed is
 //! measured or follows from a formula stated here.
 mod attention;
+mod balance;
 mod decode;
 mod denoise;
 mod flops;
@@ -15,15 +16,20 @@ mod gpu_plan;
 #[cfg(feature = "cuda")]
 mod gpu_text;
 mod memory;
+mod mix;
 mod offload;
 mod on_gpu;
+mod saving;
 mod transfer;
 
 pub(crate) use attention::{AttentionArgs, run as attention};
+pub(crate) use balance::{BalanceArgs, run as balance};
 pub(crate) use decode::{DecodeArgs, run as decode};
 pub(crate) use denoise::{DenoiseArgs, run as denoise};
+pub(crate) use mix::{MixArgs, run as mix};
 pub(crate) use offload::{OffloadArgs, run as offload};
 pub(crate) use on_gpu::{CollectivesArgs, MoeArgs, VaeArgs, collectives, moe, vae};
+pub(crate) use saving::{SavingArgs, run as saving};
 pub(crate) use transfer::{TransferArgs, run as transfer};
 
 use crate::error::OmniError;

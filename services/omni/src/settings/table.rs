@@ -226,7 +226,7 @@ const AR_STAGE: [Setting; 15] = [
     ),
 ];
 
-const DIT_WORKER: [Setting; 21] = [
+const DIT_WORKER: [Setting; 23] = [
     DRAIN_GRACE,
     setting(
         "listen",
@@ -275,6 +275,18 @@ const DIT_WORKER: [Setting; 21] = [
         "BYTES",
         Value("auto"),
         "Memory that the worker may take in all; auto: what the machine has free once it is loaded",
+    ),
+    setting(
+        "batching",
+        "cost|arrival",
+        Value("cost"),
+        "Who steps together: by what steps cost here, or by class and then in order of arrival",
+    ),
+    setting(
+        "vae_tiles",
+        "off|OVERLAP",
+        Value("off"),
+        "Decode in tiles that overlap by this share, for example 0.25: less memory, and ranks share them",
     ),
     setting(
         "resident_layers",

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kernels::Tensor;
 use kv::KvGeometry;
 use parallel::eplb::LayerChange;
-use parallel::{Plan, RankContext};
+use parallel::{Collective, Plan, RankContext};
 
 use crate::backbone::{Backbone, BalanceOptions, NoProbe, Probe, Residency, Travelling};
 use crate::buckets::{Bucket, BucketSet, ResolutionGroup};
@@ -383,6 +383,28 @@ impl Model {
     /// `Internal` when the decoder was not loaded or the latents are not numbers.
     pub fn decode(&self, _ctx: &RankContext, latents: &Latents) -> Result<RgbImage, ModelError> {
         self.vae.decode(latents, self.tiles)
+    }
+
+    /// Like [`Model::decode`], the tiles dealt out over the ranks of `group`, which all make this call; each
+    /// answers the whole picture. Where pictures are not tiled each decodes all of it.
+    ///
+    /// # Errors
+    /// Those of [`Model::decode`]; `Ranks` when another rank fails.
+    pub fn decode_over(
+        &self,
+        group: &dyn Collective,
+        latents: &Latents,
+    ) -> Result<RgbImage, ModelError> {
+        let Tiles::Overlapping(overlap) = self.tiles else {
+            return self.vae.decode(latents, self.tiles);
+        };
+        let values = self.vae.decode_values_over(group, latents, overlap)?;
+        RgbImage::from_unit_values(values.dim(0), values.dim(1), values.as_f32()?)
+    }
+
+    /// Whether pictures are decoded whole or in tiles.
+    pub fn tiles(&self) -> Tiles {
+        self.tiles
     }
 
     /// Runs packed tokens of rows on top of their caches and appends to them; returns hidden states

@@ -7,7 +7,8 @@ use std::ops::Range;
 use std::time::Duration;
 
 use common::{Case, divisible, ids, plans};
-use model::backbone::NoProbe;
+use kernels::Tensor;
+use model::backbone::{NoProbe, Probe, Site};
 use model::input::RowInput;
 use model::{
     BalanceOptions, DenoiseJob, JobOptions, KvCache, Latents, LoadOptions, Model, Parts, PrefixKv,
@@ -143,6 +144,51 @@ fn padding_is_counted_and_only_where_tokens_do_not_divide() {
             cases().map(|case| padding(&case)),
             want.map(|row| 2 * row),
             "{text}"
+        );
+    }
+}
+
+/// Counts the tokens that go into the first layer.
+#[derive(Default)]
+struct Computed(usize);
+
+impl Probe for Computed {
+    fn tensor(&mut self, layer: usize, site: Site, value: &Tensor) {
+        if layer == 0 && site == Site::InputNorm {
+            self.0 += value.dim(0);
+        }
+    }
+}
+
+#[test]
+fn no_rank_computes_a_token_that_is_padding() {
+    let whole = open(Plan::default(), 0);
+    // Rows of 7, 16 and 8 fresh tokens, two of each.
+    let tokens = 2 * (7 + 16 + 8);
+    for text in [
+        "single",
+        "ulysses=2",
+        "ring=2",
+        "ring=2,ulysses=4",
+        "cfg=2,ulysses=2",
+    ] {
+        let plan: Plan = text.parse().unwrap();
+        let computed = on_ranks(plan, |model, ctx| {
+            let mut jobs = cases().map(|case| {
+                let spec = case.spec(&whole).part_of(model.rank()).unwrap();
+                DenoiseJob::new(model, spec).unwrap()
+            });
+            let mut packed: Vec<&mut DenoiseJob> = jobs.iter_mut().collect();
+            let mut seen = Computed::default();
+            model
+                .denoise_step_observed(ctx, &mut packed, &mut seen, &mut |_, _| {})
+                .unwrap();
+            seen.0
+        });
+        assert_eq!(
+            computed.iter().sum::<usize>(),
+            tokens,
+            "{text}: {computed:?}"
         );
     }
 }

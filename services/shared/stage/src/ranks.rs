@@ -9,7 +9,10 @@ use std::{
     time::Duration,
 };
 
-use model::{BalanceOptions, LoadOptions, Model, ModelError, ModelInfo, Parts, Residency};
+use model::{
+    BalanceOptions, Latents, LoadOptions, Model, ModelError, ModelInfo, Parts, Residency, RgbImage,
+    vae::Tiles,
+};
 use parallel::{ParallelError, Plan, RankContext, collective::threads};
 
 use crate::{StageError, engine::guard};
@@ -34,6 +37,8 @@ pub struct RankLoad {
     pub balance: BalanceOptions,
     /// How much of the decoder all ranks together keep in memory.
     pub residency: Residency,
+    /// Whether pictures are decoded whole or in tiles.
+    pub tiles: Tiles,
 }
 
 /// The ranks of one plan.
@@ -81,7 +86,7 @@ impl Ranks {
                 rank: ctx.rank(),
                 balance: load.balance,
                 residency: load.residency.shared_by(count),
-                ..LoadOptions::default()
+                tiles: load.tiles,
             };
             Ok(Arc::new(Model::open(dir, options)?))
         };
@@ -156,6 +161,33 @@ impl Ranks {
     #[must_use]
     pub fn info(&self) -> &ModelInfo {
         self.first().info()
+    }
+
+    /// The picture of latents. Whole, by rank 0; in tiles, they are dealt out over as many threads as there are
+    /// ranks, with the decoder of rank 0. Steps may go on meanwhile.
+    ///
+    /// # Errors
+    /// Those of [`Model::decode`], `Panicked` when a thread panics.
+    pub fn decode(&self, latents: &Latents) -> Result<RgbImage, StageError> {
+        let (model, ranks) = (self.first(), self.models.len());
+        if ranks == 1 || model.tiles() == Tiles::Whole {
+            return Ok(model.decode(&RankContext::single(), latents)?);
+        }
+        let groups = threads::group(ranks, RANK_PATIENCE);
+        let groups = groups.map_err(|e| StageError::config("plan", e.to_string()))?;
+        let results = std::thread::scope(|scope| {
+            let decode = |group| move || guard("vae", || model.decode_over(&group, latents));
+            let each: Vec<_> = groups.into_iter().map(|g| scope.spawn(decode(g))).collect();
+            let stopped = |_| Err(StageError::EngineStopped { engine: "vae" });
+            let ended = each.into_iter().map(|thread| match thread.join() {
+                Ok(done) => done.and_then(|result| result.map_err(StageError::from)),
+                Err(panic) => stopped(panic),
+            });
+            ended.collect::<Vec<_>>()
+        });
+        let pictures = gathered(results)?;
+        let none = || ModelError::Internal("no rank has decoded".into()).into();
+        pictures.into_iter().next().ok_or_else(none)
     }
 
     /// Runs `work` on every rank at the same time, each with its own input; results in rank order.
@@ -243,6 +275,7 @@ mod tests {
             plan: plan.parse().unwrap(),
             balance: BalanceOptions::default(),
             residency: Residency::All,
+            tiles: Tiles::Whole,
         };
         Ranks::open(Path::new(CHECKPOINT), load).unwrap()
     }
@@ -292,12 +325,46 @@ mod tests {
                 plan,
                 balance: BalanceOptions::default(),
                 residency: Residency::All,
+                tiles: Tiles::Whole,
             };
             let error = Ranks::open(Path::new("nowhere"), load).unwrap_err();
             let named = matches!(error, StageError::Config { field: "plan", .. });
             assert!(named, "{error}");
             assert!(error.to_string().contains("at most 64"), "{error}");
         }
+    }
+
+    #[test]
+    fn ranks_share_the_tiles_of_a_picture_and_it_is_that_of_one_rank() {
+        let decoder = Parts {
+            vae_decoder: true,
+            text: false,
+            ..Parts::PREFIX
+        };
+        let picture = |plan: &str, tiles| {
+            let load = RankLoad {
+                parts: Parts {
+                    vae_decoder: false,
+                    ..decoder
+                },
+                alone: decoder,
+                plan: plan.parse().unwrap(),
+                balance: BalanceOptions::default(),
+                residency: Residency::All,
+                tiles,
+            };
+            let ranks = Ranks::open(Path::new(CHECKPOINT), load).unwrap();
+            let vae = &ranks.first().config().vae;
+            let side = vae.sample_size / vae.spatial_factor * 2 + 1;
+            let values = (0..vae.latent_channels * side * side).map(|i| (i as f32 * 0.7).sin());
+            let latents = Latents::new(vae.latent_channels, side, side, values.collect());
+            ranks.decode(&latents.unwrap()).unwrap()
+        };
+        let tiled = picture("single", Tiles::Overlapping(0.25));
+        assert_eq!(picture("ulysses=2", Tiles::Overlapping(0.25)), tiled);
+        let whole = picture("single", Tiles::Whole);
+        assert_eq!(picture("ulysses=2", Tiles::Whole), whole);
+        assert_ne!(whole, tiled, "one tile only");
     }
 
     #[test]

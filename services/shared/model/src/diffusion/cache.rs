@@ -34,7 +34,8 @@ pub enum StepCache {
     Off,
     /// Hidden states go on along their Taylor series.
     Taylor(Taylor),
-    /// A step whose time has hardly moved adds the last change of the hidden states again.
+    /// A step whose time has hardly moved adds the last change through the decoder again, or what that is on its
+    /// way to.
     Tea(Tea),
 }
 
@@ -74,6 +75,22 @@ pub struct Tea {
     pub coefficients: Vec<f64>,
     /// Steps at the start that always run the decoder; at least 1.
     pub first: usize,
+    /// Steps at the end that do; at least 1.
+    pub last: usize,
+    /// 0: the last change through the decoder is added again; 1: it goes on in a line, 2: in a parabola.
+    pub order: usize,
+}
+
+impl Default for Tea {
+    fn default() -> Self {
+        Self {
+            threshold: 0.15,
+            coefficients: Vec::new(),
+            first: 1,
+            last: 1,
+            order: 0,
+        }
+    }
 }
 
 impl Tea {
@@ -106,11 +123,7 @@ impl FromStr for StepCache {
         let (kind, options) = text.split_once(':').unwrap_or((text, ""));
         let bad = |what: String| ModelError::invalid("step_cache", what);
         let mut taylor = Taylor::default();
-        let mut tea = Tea {
-            threshold: 0.15,
-            coefficients: Vec::new(),
-            first: 1,
-        };
+        let mut tea = Tea::default();
         for option in options.split(',').filter(|option| !option.is_empty()) {
             let (name, value) = option
                 .split_once('=')
@@ -128,6 +141,8 @@ impl FromStr for StepCache {
                 ("taylor", "last") => taylor.last = count,
                 ("tea", "threshold") => tea.threshold = number,
                 ("tea", "first") => tea.first = count,
+                ("tea", "last") => tea.last = count,
+                ("tea", "order") => tea.order = count,
                 _ => return Err(bad(format!("{kind} has no option {name}"))),
             }
         }
@@ -160,6 +175,8 @@ impl StepCache {
             Self::Taylor(Taylor { first: 0, .. }) | Self::Tea(Tea { first: 0, .. }) => {
                 bad("the first step always runs")
             }
+            Self::Tea(Tea { last: 0, .. }) => bad("the last step always runs"),
+            Self::Tea(t) if t.order > MAX_ORDER => bad("an order must be at most 4"),
             Self::Tea(t) if !(t.threshold.is_finite() && t.threshold >= 0.0) => {
                 bad("threshold must be at least 0")
             }
@@ -196,7 +213,7 @@ impl StepCache {
         match self {
             Self::Off => 0,
             Self::Taylor(t) => t.low_order.max(t.high_order) + 1,
-            Self::Tea(_) => 1,
+            Self::Tea(t) => t.order + 1,
         }
     }
 
@@ -228,12 +245,12 @@ impl Taylor {
 }
 
 impl Tea {
-    /// `changes[i]`: of the modulation, from step `i` to `i + 1`. The first and the last step always run.
+    /// `changes[i]`: of the modulation, from step `i` to `i + 1`.
     fn runs(&self, changes: &[f64]) -> Vec<bool> {
         let mut distance = 0.0;
         let between = changes.iter().enumerate().map(|(i, change)| {
             distance += self.rescaled(*change);
-            let ends = i + 1 < self.first || i + 1 == changes.len();
+            let ends = i + 1 < self.first || i + self.last >= changes.len();
             let runs = ends || distance >= self.threshold;
             if runs {
                 distance = 0.0;
@@ -300,16 +317,14 @@ impl History {
                     moved = Some(relative(kept[0].as_f32()?, before.as_f32()?));
                 }
             }
-            StepCache::Taylor(taylor) => {
-                let order = taylor.low_order.max(taylor.high_order);
-                let gap = (step - self.step) as f32;
-                for before in self.kept.iter().take(order) {
-                    let mut next = kept[kept.len() - 1].clone();
-                    combine(&mut next, before, -1.0)?;
-                    next.as_f32_mut()?.iter_mut().for_each(|v| *v /= gap);
-                    kept.push(next);
-                }
-            }
+            StepCache::Taylor(_) => {}
+        }
+        let gap = (step - self.step) as f32;
+        for before in self.kept.iter().take(cache.kept().saturating_sub(1)) {
+            let mut next = kept[kept.len() - 1].clone();
+            combine(&mut next, before, -1.0)?;
+            next.as_f32_mut()?.iter_mut().for_each(|v| *v /= gap);
+            kept.push(next);
         }
         Ok(Self { step, kept, moved })
     }
@@ -325,12 +340,18 @@ impl History {
         let missing = || ModelError::Internal("a skipped step has nothing to go on from".into());
         let last = self.kept.first().ok_or_else(missing)?;
         let mut out = last.clone();
+        let ahead = (step - self.step) as f32;
+        let mut factor = 1.0;
         match cache {
             StepCache::Off => return Err(missing()),
-            StepCache::Tea(_) => combine(&mut out, input.ok_or_else(missing)?, 1.0)?,
+            StepCache::Tea(_) => {
+                combine(&mut out, input.ok_or_else(missing)?, 1.0)?;
+                for (order, difference) in self.kept.iter().enumerate().skip(1) {
+                    factor *= ahead / order as f32;
+                    combine(&mut out, difference, factor)?;
+                }
+            }
             StepCache::Taylor(taylor) => {
-                let ahead = (step - self.step) as f32;
-                let mut factor = 1.0;
                 for (order, difference) in self.kept.iter().enumerate().skip(1) {
                     factor *= ahead / order as f32;
                     let (low, high) = (order <= taylor.low_order, order <= taylor.high_order);
@@ -384,6 +405,27 @@ mod tests {
     }
 
     #[test]
+    fn a_tea_of_order_one_goes_on_in_a_line_from_the_input_of_the_step() {
+        let cache: StepCache = "tea:order=1".parse().unwrap();
+        let through = |step: usize| {
+            let (t, input) = (step as f32, column(&[step as f32 * 7.0, 5.0]));
+            let mut output = column(&[3.0 * t, 2.0]);
+            combine(&mut output, &input, 1.0).unwrap();
+            (input, output)
+        };
+        let mut history = History::default();
+        for step in [0, 2] {
+            let (input, output) = through(step);
+            history = history
+                .after(&cache, step, (Some(&input), &output))
+                .unwrap();
+        }
+        let (input, want) = through(5);
+        let got = history.predict(&cache, 5, Some(&input), 1).unwrap();
+        assert_eq!(got.to_f32_vec(), want.to_f32_vec());
+    }
+
+    #[test]
     fn equal_orders_need_no_bands_and_bands_add_up() {
         let values: Vec<f32> = (0..24).map(|i| (i as f32 * 1.3).sin()).collect();
         let (a, b) = (
@@ -421,10 +463,18 @@ mod tests {
         let tea = Tea {
             threshold: 0.25,
             coefficients: vec![0.0, 1.0],
-            first: 1,
+            ..Tea::default()
         };
         assert_eq!(
             tea.runs(&[0.1, 0.1, 0.1, 0.3, 0.1]),
+            [true, false, false, true, true, true]
+        );
+        let early = Tea {
+            last: 3,
+            ..tea.clone()
+        };
+        assert_eq!(
+            early.runs(&[0.1, 0.1, 0.1, 0.1, 0.1]),
             [true, false, false, true, true, true]
         );
         let later = Tea { first: 3, ..tea };
@@ -445,6 +495,8 @@ mod tests {
             "taylor:first=0",
             "tea:threshold=-1",
             "tea:threshold=nan",
+            "tea:last=0",
+            "tea:order=5",
         ] {
             let error = text.parse::<StepCache>().unwrap_err();
             assert!(error.to_string().contains("step_cache"), "{text}: {error}");
