@@ -338,12 +338,13 @@ fn decoded(model: &mut GpuModel, prompts: &[&[u32]], given: &[Vec<u32>]) -> Vec<
         let hidden = model.run_rows(&rows, &mut borrowed, true).unwrap().unwrap();
         let logits = model.logits(&hidden).unwrap();
         let best = model.likeliest(&logits).unwrap();
-        let vocab = logits.dim(1);
-        for (row, logits) in logits.to_f32_vec().unwrap().chunks(vocab).enumerate() {
+        let host = model.logits_on_host(&hidden).unwrap();
+        assert_eq!(host.concat(), logits.to_f32_vec().unwrap());
+        for (row, logits) in host.iter().enumerate() {
             let most = logits.iter().copied().fold(f32::MIN, f32::max);
             let first = logits.iter().position(|x| *x == most).unwrap();
             assert_eq!(best[row] as usize, first);
-            out[row].push(logits.to_vec());
+            out[row].push(logits.clone());
         }
     }
     out

@@ -88,10 +88,8 @@ impl GpuModel {
                 at += 1;
             }
         }
-        let logits = self.logits(&last)?.to_f32_vec()?;
-        let vocab = self.config.vocab_size;
-        let mut each = logits.chunks_exact(vocab);
-        let take = |wanted: &bool| wanted.then(|| each.next().map(<[f32]>::to_vec)).flatten();
+        let mut each = self.logits_on_host(&last)?.into_iter();
+        let take = |wanted: &bool| wanted.then(|| each.next()).flatten();
         Ok(wanted.iter().map(take).collect())
     }
 }

@@ -209,6 +209,15 @@ impl GpuModel {
         self.text.as_ref().ok_or_else(no_text)?.logits(hidden)
     }
 
+    /// The logits behind each of these hidden states on the host, `[vocab]` each.
+    ///
+    /// # Errors
+    /// Those of [`GpuModel::logits`].
+    pub fn logits_on_host(&self, hidden: &GpuTensor) -> Result<Vec<Vec<f32>>, ModelError> {
+        let text = self.text.as_ref().ok_or_else(no_text)?;
+        text.read(&text.logits(hidden)?)
+    }
+
     /// The likeliest token of each row of logits, found on the device; the first among equals.
     ///
     /// # Errors

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use kernels::cuda::{
     DECODE_TOKENS, DecodeProduct, DecodeWeights, DeviceBuffer, Finish, GpuTensor, GpuType,
-    NormOutput, RmsNorm, RowIndex, Start, decode_dense, gather_rows, gemm, rms_norm,
+    NormOutput, PinnedBuffer, RmsNorm, RowIndex, Start, decode_dense, gather_rows, gemm, rms_norm,
 };
 
 use super::convs::From;
@@ -22,6 +22,8 @@ pub(crate) struct TextEnds {
     eps: f32,
     /// Memory of logits, used again once nobody has them.
     room: Mutex<Option<Arc<DeviceBuffer>>>,
+    /// Where logits arrive on the host: from pageable memory the link would take ten times as long.
+    landing: Mutex<Option<PinnedBuffer>>,
 }
 
 impl TextEnds {
@@ -35,6 +37,7 @@ impl TextEnds {
             projection: projection.reshape(&[1, table[0], table[1]])?,
             eps: config.rms_norm_eps as f32,
             room: Mutex::new(None),
+            landing: Mutex::new(None),
         })
     }
 
@@ -90,5 +93,23 @@ impl TextEnds {
         };
         *room = Some(buffer.clone());
         Ok(GpuTensor::view(&buffer, 0, &dims, GpuType::F32)?)
+    }
+
+    /// Each row of F32 logits `[rows, vocab]` on the host, after everything enqueued before.
+    pub(super) fn read(&self, logits: &GpuTensor) -> Result<Vec<Vec<f32>>, ModelError> {
+        let bytes = logits.bytes();
+        let mut landing = self.landing.lock().unwrap_or_else(PoisonError::into_inner);
+        let large_enough = landing.take().filter(|memory| memory.bytes() >= bytes);
+        let mut memory = match large_enough {
+            Some(memory) => memory,
+            None => PinnedBuffer::new(logits.gpu(), bytes)?,
+        };
+        let arrived = &mut memory.as_mut_slice()[..bytes];
+        logits.buffer().read(logits.offset(), arrived)?;
+        let values: &[f32] = bytemuck::cast_slice(arrived);
+        let rows = values.chunks_exact(logits.dim(1));
+        let rows = rows.map(<[f32]>::to_vec).collect();
+        *landing = Some(memory);
+        Ok(rows)
     }
 }
