@@ -50,6 +50,16 @@ export OMNI_BIN_DIR OMNI_BIN
 openai_client="$(target_directory)/openai-client"
 step "openai client" bash integration-tests/openai/install.sh "$openai_client"
 export OMNI_OPENAI_PYTHON="$openai_client/bin/python"
+# The status page is looked at with a real browser, where the system has one that is no snap.
+browser=chromium-headless-shell
+if ! command -v "$browser" >/dev/null && command -v apt-cache >/dev/null && apt-cache show "$browser" >/dev/null 2>&1; then
+    need_packages "$browser:$browser"
+fi
+if command -v "$browser" >/dev/null; then
+    export OMNI_REQUIRE_BROWSER=1
+else
+    skip "status page in a browser (no package $browser on this system)"
+fi
 step "tests" cargo test --locked --workspace --no-fail-fast
 step "GPU path" bash deploy/cuda/check.sh
 step "chart" bash deploy/chart-test/run.sh

@@ -2,6 +2,7 @@
 //! talking to it, reading drawings, and drawing with the demo model.
 #![forbid(unsafe_code)]
 
+pub mod browser;
 pub mod cluster;
 pub mod demo;
 pub mod scene;

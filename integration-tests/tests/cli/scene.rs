@@ -68,6 +68,7 @@ fn accepted(id: &str) -> Accepted {
         n: 1,
         template: "pretrain".to_owned(),
         mode: Mode::Image.into(),
+        ..Accepted::default()
     }
 }
 

@@ -6,6 +6,7 @@ mod commands;
 mod drain;
 mod images;
 mod lifecycle;
+mod operate;
 mod pool;
 mod reference;
 mod resume;

@@ -7,6 +7,7 @@ mod document;
 mod images;
 mod leaving;
 mod python;
+mod status;
 
 use serde_json::{Value, json};
 

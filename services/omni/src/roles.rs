@@ -17,7 +17,7 @@ use model::{BalanceOptions, Residency, StepCache, vae::Tiles};
 use parallel::eplb::EplbConfig;
 use proto::tls::Tls;
 use registry::{Backend, EtcdConfig, EtcdTls, EtcdUser, RegistryError};
-use router::{FetchConfig, HostList, HostListError, RouterConfig, admission::Limits};
+use router::{FetchConfig, HostList, HostListError, RouterConfig, StatusPage, admission::Limits};
 use stage::{Device, GpuSettings, HostConfig};
 use telemetry::{Metrics, TraceConfig};
 use tokio::net::TcpListener;
@@ -212,6 +212,7 @@ fn router_config(settings: &Settings) -> Result<RouterConfig, OmniError> {
         http_listen: Some(http_listen(settings)?.to_string()),
         advertise: advertise(settings)?,
         admin_listen: Some(settings.socket("admin_listen")?.to_string()),
+        status_page: status_page(settings)?,
         registry: match settings.text("registry")? {
             "embedded" => {
                 etcd_settings_unset(settings)?;
@@ -248,6 +249,18 @@ fn api_keys(settings: &Settings) -> Result<Option<PathBuf>, OmniError> {
         router::ApiKeys::load(path).map_err(|error| OmniError::Config(error.to_string()))?;
     }
     Ok(path)
+}
+
+/// What the router's admin port shows.
+pub(crate) fn status_page(settings: &Settings) -> Result<StatusPage, OmniError> {
+    settings.one_of(
+        "status_page",
+        &[
+            ("off", StatusPage::Off),
+            ("view", StatusPage::View),
+            ("prompt", StatusPage::Prompt),
+        ],
+    )
 }
 
 /// Where the HTTP API listens: as set, else beside `listen`; a free port where that takes one.

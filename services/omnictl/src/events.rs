@@ -71,8 +71,7 @@ pub(crate) async fn run(
     Ok(())
 }
 
-const HEADER: &str =
-    "TIME                  KIND     REASON           OBJECT                    MESSAGE";
+const HEADER: &str = "TIME                  KIND     REASON           OBJECT                                       MESSAGE";
 
 /// An event as one line.
 pub(crate) fn line(event: &ClusterEvent) -> String {
@@ -82,7 +81,7 @@ pub(crate) fn line(event: &ClusterEvent) -> String {
         count => format!(" (x{count})"),
     };
     format!(
-        "{}  {kind:<7}  {:<15}  {:<24}  {}{times}",
+        "{}  {kind:<7}  {:<15}  {:<43}  {}{times}",
         utc(event.unix_ms),
         event.reason,
         event.object,
@@ -148,7 +147,7 @@ mod tests {
         };
         assert_eq!(
             line(&event),
-            "1970-01-01T00:00:00Z  warning  StageLost        member/a                  gone (x3)"
+            "1970-01-01T00:00:00Z  warning  StageLost        member/a                                     gone (x3)"
         );
     }
 }

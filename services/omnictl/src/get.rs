@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, time::Duration};
 use base::limits::CONTROL_DEADLINE;
 use clap::{Args, ValueEnum};
 use proto::v1::{
-    ClusterEvent, ListMembersRequest, ListMembersResponse, ListRequestsRequest, Member,
+    ClusterEvent, ListMembersRequest, ListMembersResponse, ListRequestsRequest, Member, Priority,
     RequestRecord, WatchEventsRequest, admin_service_client::AdminServiceClient,
     get_response::State,
 };
@@ -450,6 +450,14 @@ async fn requests(endpoint: &str, ids: &[String], full: bool) -> Result<Listing,
     })
 }
 
+/// Its class; that of a request that named none is the middle one.
+fn priority(record: &RequestRecord) -> String {
+    match record.priority() {
+        Priority::Unspecified => "standard".to_owned(),
+        named => word(named.as_str_name(), "PRIORITY_"),
+    }
+}
+
 /// A request as it is printed.
 pub(crate) fn request(record: &RequestRecord) -> Value {
     let accepted = record.accepted.clone().unwrap_or_default();
@@ -467,7 +475,7 @@ pub(crate) fn request(record: &RequestRecord) -> Value {
         "size": size, "n": accepted.n, "seed": accepted.seed, "guidance": accepted.guidance,
         "mode": word(accepted.mode().as_str_name(), "MODE_"),
         "template": accepted.template, "model": accepted.model, "cost": accepted.cost,
-        "priority": word(record.priority().as_str_name(), "PRIORITY_"),
+        "priority": priority(record),
         "prompt_chars": record.prompt_chars,
         "accepted_unix_ms": record.accepted_unix_ms,
         "age_ms": record.age_ms,

@@ -84,7 +84,6 @@ impl Gate {
     }
 
     /// Requests that run, and that wait.
-    #[allow(dead_code)] // for the status page
     pub(crate) fn counts(&self) -> (usize, usize) {
         let state = self.lock();
         (state.admission.running(), state.admission.waiting())

@@ -164,7 +164,6 @@ impl Jobs {
     }
 
     /// PNG of the latest preview of a request that runs; empty: there is none.
-    #[allow(dead_code)] // for the status page
     pub(crate) fn preview(&self, id: &str) -> Vec<u8> {
         let table = self.lock();
         let job = table.jobs.get(id);

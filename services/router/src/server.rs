@@ -23,7 +23,7 @@ use crate::{
     audience::Audiences,
     events::{self, Events},
     fetch::{FetchConfig, Fetcher},
-    front::{self, Context, HttpBounds},
+    front::{self, Context, HttpBounds, StatusPage},
     gate::Gate,
     jobs::Jobs,
     keys::ApiKeys,
@@ -58,6 +58,8 @@ pub struct RouterConfig {
     pub advertise: Option<String>,
     /// Address of probes and metrics; `None`: no such port.
     pub admin_listen: Option<String>,
+    /// What the admin port shows besides probes and metrics.
+    pub status_page: StatusPage,
     /// Where members are registered.
     pub registry: Backend,
     /// File that a JSON line is added to for each request that ends; `None`: none.
@@ -86,6 +88,7 @@ impl Default for RouterConfig {
             http_bounds: HttpBounds::default(),
             advertise: None,
             admin_listen: None,
+            status_page: StatusPage::default(),
             registry: Backend::Embedded,
             api_keys: None,
             record_file: None,
@@ -200,7 +203,9 @@ impl Bound {
                 metrics: metrics.clone(),
                 readiness: readiness.clone(),
             };
-            task::spawn(admin.serve(listener, stop.clone().cancelled_owned()))
+            let version = self.config.build.version.clone();
+            let page = front::status_routes(context.clone(), version, self.config.status_page);
+            task::spawn(admin.serve_with(listener, page, stop.clone().cancelled_owned()))
         });
         let bounds = self.config.http_bounds;
         let http = self

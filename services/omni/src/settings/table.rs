@@ -109,6 +109,13 @@ const HTTP_LISTEN: Setting = setting(
     "Address of the HTTP API for OpenAI clients [default: that of listen with its port + 80]",
 );
 
+const STATUS_PAGE: Setting = setting(
+    "status_page",
+    "off|view|prompt",
+    Value("view"),
+    "Page about the cluster at admin_listen; prompt: whoever reaches that port may draw",
+);
+
 const DRAIN_GRACE: Setting = setting(
     "drain_grace_s",
     "SECONDS",
@@ -116,7 +123,7 @@ const DRAIN_GRACE: Setting = setting(
     "How long running requests may take once a stop or a drain was asked for",
 );
 
-const ROUTER: [Setting; 9] = [
+const ROUTER: [Setting; 10] = [
     DRAIN_GRACE,
     setting(
         "listen",
@@ -161,6 +168,7 @@ const ROUTER: [Setting; 9] = [
         "Where a JSON line is added for every request that ends, with what it takes to repeat it [default: none]",
     ),
     HTTP_LISTEN,
+    STATUS_PAGE,
 ];
 
 const KV_TRANSFER: [Setting; 7] = [
@@ -306,7 +314,7 @@ const DIT_WORKER: [Setting; 23] = [
 /// Of the common settings these concern `up`, which runs no server of its own.
 const UP_TOO: [&str; 4] = ["log_level", "log_format", "tls", "otlp_endpoint"];
 
-const UP: [Setting; 15] = [
+const UP: [Setting; 16] = [
     MODEL,
     setting(
         "device",
@@ -345,6 +353,12 @@ const UP: [Setting; 15] = [
         "Plan of the DiT worker, see its --plan",
     ),
     HTTP_LISTEN,
+    setting(
+        "status_page",
+        "off|view|prompt",
+        Value("prompt"),
+        "Page about the cluster at the router's admin port, which is on the loopback interface",
+    ),
     setting(
         "tls_dir",
         "DIR",

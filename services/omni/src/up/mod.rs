@@ -11,6 +11,7 @@ use std::{
 
 use base::{Deadline, Shutdown, clock::SystemClock};
 use proto::tls::Tls;
+use router::StatusPage;
 use tonic_health::pb::{
     HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
 };
@@ -48,6 +49,7 @@ pub(crate) struct UpConfig {
     /// Directory of certificates; `None`: the roles speak in clear.
     pub(crate) tls_dir: Option<PathBuf>,
     pub(crate) otlp_endpoint: Option<String>,
+    pub(crate) status_page: StatusPage,
     pub(crate) transport: &'static str,
     pub(crate) pool_bytes: usize,
     pub(crate) ready_file: Option<PathBuf>,
@@ -98,6 +100,7 @@ impl UpConfig {
             weights: weights.transpose()?,
             listen: settings.socket("listen")?,
             http_listen: crate::roles::http_listen(settings)?,
+            status_page: crate::roles::status_page(settings)?,
             transport: settings.one_of("transport", &[("shm", "shm"), ("tcp", "tcp")])?,
             pool_bytes: settings.bytes("pool_bytes")?,
             ready_file: settings.get("ready_file").map(PathBuf::from),
@@ -190,6 +193,7 @@ async fn start(config: &UpConfig, fleet: &mut Vec<Child>) -> Result<Announcement
     let router = [
         ("--listen", config.listen.to_string()),
         ("--http-listen", config.http_listen.to_string()),
+        ("--status-page", config.status_page.name().to_owned()),
     ];
     let router = launch(Role::Router, config.arguments(Role::Router, &router), fleet).await?;
     let registry = ("--registry", router.endpoint.clone());

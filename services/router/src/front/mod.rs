@@ -2,6 +2,7 @@
 mod caller;
 mod grpc;
 mod http;
+mod status;
 
 use std::{
     sync::Arc,
@@ -23,11 +24,15 @@ use telemetry::{Metrics, hop, hop_under, names, trace::within};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-pub use self::http::{HttpBounds, openapi};
 pub(crate) use self::{
     caller::Caller,
     grpc::server,
     http::{routes as http_routes, serve as serve_http},
+    status::routes as status_routes,
+};
+pub use self::{
+    http::{HttpBounds, openapi},
+    status::StatusPage,
 };
 use crate::{
     RouterError,

@@ -56,12 +56,26 @@ impl Admin {
         listener: TcpListener,
         shutdown: impl Future<Output = ()> + Send + 'static,
     ) -> Result<(), TelemetryError> {
+        self.serve_with(listener, Router::new(), shutdown).await
+    }
+
+    /// Likewise, with `more` paths beside them.
+    ///
+    /// # Errors
+    /// The listener breaks.
+    pub async fn serve_with(
+        self,
+        listener: TcpListener,
+        more: Router,
+        shutdown: impl Future<Output = ()> + Send + 'static,
+    ) -> Result<(), TelemetryError> {
         let router = Router::new()
             .route("/livez", get(|| async { "ok\n" }))
             .route("/readyz", get(ready))
             .route("/startupz", get(ready))
             .route("/metrics", get(metrics))
-            .with_state(self);
+            .with_state(self)
+            .merge(more);
         Ok(axum::serve(listener, router)
             .with_graceful_shutdown(shutdown)
             .await?)
