@@ -180,6 +180,7 @@ async fn router(name: &'static str, known: Routers, judge: Judge) -> turmoil::Re
         members: Members::new(Snapshots::follow(remote)),
         gate: Gate::new(limits, Metrics::default()),
         keys: None,
+        recorder: None,
         jobs: Jobs::default(),
         audiences: Audiences::default(),
         events: Events::default(),
