@@ -171,7 +171,7 @@ fn half(half: u64) {
     );
     if count > 50 {
         // A simulation in which nothing ever breaks proves nothing.
-        assert!(found.retries > count / 2 && found.resumes > 0 && found.cancelled > 0);
+        assert!(found.retries > count / 5 && found.resumes > 0 && found.cancelled > 0);
     }
 }
 
