@@ -135,7 +135,7 @@ enum Rule {
 use Role::{Admin, ArStage, DitWorker, KvTransfer, Router};
 
 /// Methods that differ from the rest of their service.
-const METHODS: [(&str, &str, &[Role]); 10] = [
+const METHODS: [(&str, &str, &[Role]); 11] = [
     (names::REGISTRY, "CordonMember", &[Router, Admin]),
     (names::REGISTRY, "DrainMember", &[Router, Admin]),
     (
@@ -150,6 +150,8 @@ const METHODS: [(&str, &str, &[Role]); 10] = [
         &[ArStage, KvTransfer, Admin],
     ),
     (names::KV_TRANSFER, "Seal", &[ArStage, KvTransfer, Admin]),
+    // Who answers for a prefix says who may pull it.
+    (names::KV_TRANSFER, "Grant", &[Router, Admin]),
     (names::KV_TRANSFER, "List", &[Router, Admin]),
     (names::KV_TRANSFER, "Pin", &[Admin]),
     (names::KV_TRANSFER, "Evict", &[Admin]),

@@ -10,17 +10,34 @@ use stage::StageError;
 
 use crate::order::Order;
 
-/// Prefixes within reach; [`FetchedRows::into_prefixes`] checks them.
+/// Rows in memory of this process, found right; [`FetchedRows::into_prefixes`] makes prefixes of them.
 #[derive(Debug)]
 pub(crate) struct FetchedRows {
-    cond: Fetched,
-    uncond: Option<Fetched>,
+    cond: (Fetched, Values),
+    uncond: Option<(Fetched, Values)>,
+}
+
+/// Memory of the model.
+#[derive(Debug)]
+struct Values(Vec<f32>);
+
+impl Values {
+    fn for_bytes(bytes: usize) -> Self {
+        Self(vec![0.0; bytes / size_of::<f32>()])
+    }
+}
+
+impl AsMut<[u8]> for Values {
+    fn as_mut(&mut self) -> &mut [u8] {
+        bytemuck::cast_slice_mut(&mut self.0)
+    }
 }
 
 /// Keep the prefixes in the pool while the job runs; dropping them lets go, in the background.
 pub(crate) type Leases = Vec<Lease>;
 
-/// Fetches both rows side by side.
+/// Fetches both rows side by side, and copies them once, to where the model reads them. Rows that are still
+/// computed are followed layer by layer.
 pub(crate) async fn both(
     client: &KvClient,
     order: &Order,
@@ -34,7 +51,7 @@ pub(crate) async fn both(
             timeout: order.transfer_timeout,
             ..FetchRequest::new(handle, &order.request_id, receiver.as_str())
         };
-        let fetched = client.fetch_part(request).await;
+        let fetched = client.fetch_to(request, Values::for_bytes).await;
         fetched.map_err(|error| StageError::of(&error))
     };
     let uncond = async {
@@ -57,7 +74,8 @@ pub(crate) fn is_gone(error: &StageError) -> bool {
 
 impl FetchedRows {
     fn rows(&self) -> impl Iterator<Item = &Fetched> {
-        std::iter::once(&self.cond).chain(&self.uncond)
+        let rows = std::iter::once(&self.cond).chain(&self.uncond);
+        rows.map(|(fetched, _)| fetched)
     }
 
     /// Payload bytes that travelled.
@@ -77,17 +95,13 @@ impl FetchedRows {
         names.join("+")
     }
 
-    /// The prefixes as the model takes them, cond first, copied once into memory of the model and checked
-    /// there.
+    /// The prefixes as the model takes them, cond first.
     pub(crate) fn into_prefixes(self, geometry: KvGeometry) -> Result<Prefixes, StageError> {
         let mut leases = Vec::new();
-        let mut prefix = |row: Fetched| {
-            let bytes = usize::try_from(row.bytes).unwrap_or(usize::MAX);
-            let mut values = vec![0f32; bytes / size_of::<f32>()];
-            row.copy_to(bytemuck::cast_slice_mut(&mut values))
-                .map_err(|error| StageError::of(&error))?;
+        let mut prefix = |(row, values): (Fetched, Values)| {
             leases.push(row.lease);
-            Ok::<_, StageError>(Arc::new(PrefixKv::new(geometry, row.tokens, values)?))
+            let prefix = PrefixKv::new(geometry, row.tokens, values.0)?;
+            Ok::<_, StageError>(Arc::new(prefix))
         };
         let cond = prefix(self.cond)?;
         let uncond = self.uncond.map(prefix).transpose()?;

@@ -31,6 +31,15 @@ pub const LEAK_GRACE: Duration = Duration::from_secs(10);
 /// How long a stopping UCX thread waits for operations to end.
 pub const STOP_GRACE: Duration = Duration::from_secs(2);
 
+/// Threads that copy one part out of a mapped pool.
+pub const MAX_COPY_THREADS: usize = 4;
+/// Bytes that are worth a thread of their own.
+pub const COPY_BYTES_PER_THREAD: usize = 4 << 20;
+/// Bytes that are copied and then checked while the copy is still in the first caches.
+pub const COPY_BLOCK_BYTES: usize = 64 << 10;
+/// Bytes of buffers for reads over the wire that a client keeps for the next ones.
+pub const MAX_SPARE_BYTES: usize = 256 << 20;
+
 /// Smallest pool, in bytes.
 pub const MIN_POOL_BYTES: u64 = 1 << 16;
 /// Largest pool, in bytes (4 TiB).
@@ -76,6 +85,8 @@ pub const VERIFY_BLOCK_BYTES: usize = 1 << 18;
 pub const DEFAULT_TRANSFER_DEADLINE: Duration = Duration::from_secs(30);
 /// Longest deadline of a publication or a fetch.
 pub const MAX_TRANSFER_DEADLINE: Duration = Duration::from_secs(600);
+/// Longest wait for the end of a prefix that is still being written by a producer that lives.
+pub const MAX_FOLLOW: Duration = Duration::from_secs(3600);
 /// Reads of a damaged chunk, the first one included.
 pub const MAX_CHUNK_READS: usize = 3;
 /// Largest payload that a client makes room for by default, in bytes.

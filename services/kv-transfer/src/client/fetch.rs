@@ -1,7 +1,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use base::Deadline;
+use base::{Deadline, clock::SystemClock};
 use fabric::Access;
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesOrdered;
@@ -10,10 +10,11 @@ use proto::v1::{self, PrefixHandle};
 use tonic::Streaming;
 
 use super::channels::call_until;
-use super::lease::{Lease, Terms};
-use super::reach::{MAPPED, Place};
+use super::lease::{self, Lease, Terms};
+use super::reach::{MAPPED, Place, blocking};
 use super::read::{Reader, Store};
-use super::{Inner, KvClient};
+use super::spare::Stores;
+use super::{Inner, KvClient, copy};
 use crate::local::Mapped;
 use crate::{TransferError, limits, wire};
 
@@ -68,6 +69,8 @@ pub struct Fetched {
     pub transport: String,
     /// Chunks that had to be read again.
     pub repaired_chunks: usize,
+    /// Bytes that [`KvClient::fetch_to`] had copied before the last chunk was sealed.
+    pub early_bytes: u64,
     /// The receiver's lease.
     pub lease: Lease,
     plan: ReadPlan,
@@ -78,7 +81,7 @@ pub struct Fetched {
 #[derive(Debug)]
 enum Source {
     /// Read and checked.
-    Here(Vec<Store>),
+    Here(Stores),
     /// In the pool.
     Pool(Mapped),
 }
@@ -121,23 +124,7 @@ impl Fetched {
                 Ok(())
             });
         };
-        let mut held = None;
-        let mut chunk = vec![];
-        self.plan.scatter(|entry, inside, to| {
-            let index = self.plan.chunks()[entry];
-            let run = &mut out[to..to + inside.len()];
-            if inside == (0..self.plan.chunk(index).len()) {
-                // A whole chunk goes straight to its place and is checked there.
-                return take_chunk(&self.manifest, slot, index, run);
-            }
-            if held != Some(entry) {
-                chunk.resize(self.plan.chunk(index).len(), 0);
-                take_chunk(&self.manifest, slot, index, &mut chunk)?;
-                held = Some(entry);
-            }
-            run.copy_from_slice(&chunk[inside]);
-            Ok(())
-        })
+        copy::part(&self.manifest, &self.plan, slot, out)
     }
 
     /// Shows the part run by run, checked: `visit(place in the part, bytes)`.
@@ -148,6 +135,7 @@ impl Fetched {
         let plan = &self.plan;
         match &self.source {
             Source::Here(stores) => plan.scatter(|entry, inside, to| {
+                let stores = &stores.stores;
                 let after = stores.partition_point(|store| store.first <= entry);
                 let store = &stores[after - 1];
                 let at = plan.stored(store.first, entry).start;
@@ -160,7 +148,7 @@ impl Fetched {
                     if held != Some(entry) {
                         let index = plan.chunks()[entry];
                         chunk.resize(plan.chunk(index).len(), 0);
-                        take_chunk(&self.manifest, slot, index, &mut chunk)?;
+                        copy::take(&self.manifest, slot, index, &mut chunk)?;
                         held = Some(entry);
                     }
                     visit(to, &chunk[inside])
@@ -168,34 +156,6 @@ impl Fetched {
             }
         }
     }
-}
-
-/// Copies one chunk out of the pool and checks the copy: what others write meanwhile cannot slip in between.
-fn take_chunk(
-    manifest: &Manifest,
-    slot: &Mapped,
-    index: usize,
-    chunk: &mut [u8],
-) -> Result<(), TransferError> {
-    let start = kv::chunk_range(index, slot.bytes(), manifest.chunk_bytes).start;
-    let mut first = None;
-    for _ in 0..limits::MAX_CHUNK_READS {
-        if !slot.read(start, chunk) {
-            return Err(TransferError::invalid("bytes", "reach past the slot"));
-        }
-        match manifest.verify_chunk(index, chunk) {
-            Ok(()) => return Ok(()),
-            Err(error) => first = Some(error),
-        }
-    }
-    let reads = limits::MAX_CHUNK_READS;
-    Err(
-        first.map_or(TransferError::Stopped, |first| TransferError::DataLoss {
-            chunks: 1,
-            reads,
-            first,
-        }),
-    )
 }
 
 impl KvClient {
@@ -227,6 +187,37 @@ impl KvClient {
     /// # Errors
     /// As [`Self::fetch`]; [`TransferError::Mismatch`] for a part that is none.
     pub async fn fetch_part(&self, request: FetchRequest<'_>) -> Result<Fetched, TransferError> {
+        let fetched = self.run::<Vec<u8>>(request, None).await?;
+        Ok(fetched.0)
+    }
+
+    /// As [`Self::fetch_part`], and takes the part out as well: into what `room` gives for its size, checked. Of a
+    /// prefix that is still being written each chunk is taken as soon as it is sealed, so that little is left to do
+    /// after the last one.
+    ///
+    /// # Errors
+    /// As [`Self::fetch_part`] and [`Fetched::copy_to`].
+    pub async fn fetch_to<B: AsMut<[u8]> + Send + 'static>(
+        &self,
+        request: FetchRequest<'_>,
+        room: fn(usize) -> B,
+    ) -> Result<(Fetched, B), TransferError> {
+        let (fetched, out) = self.run(request, Some(room)).await?;
+        let Some((mut out, full)) = out else {
+            return Err(TransferError::Stopped);
+        };
+        if full {
+            return Ok((fetched, out));
+        }
+        let copy = move || fetched.copy_to(out.as_mut()).map(|()| (fetched, out));
+        blocking(copy).await?
+    }
+
+    async fn run<B: AsMut<[u8]> + Send + 'static>(
+        &self,
+        request: FetchRequest<'_>,
+        room: Option<fn(usize) -> B>,
+    ) -> Result<(Fetched, Option<(B, bool)>), TransferError> {
         let deadline = self.inner.deadline(request.timeout.or(self.timeout));
         let inner = &self.inner;
         let handle = request.handle;
@@ -276,10 +267,15 @@ impl KvClient {
             plan: &plan,
             manifest,
             deadline,
+            timeout: request.timeout.or(self.timeout),
+            longest: Deadline::after(&SystemClock, limits::MAX_FOLLOW),
             repaired_chunks: 0,
+            early_bytes: 0,
             transport: MAPPED.to_owned(),
         };
-        fetch.run(place).await?.fetched(plan.clone(), lease)
+        let out = room.map(|room| room(plan.part_bytes()));
+        let (done, out) = fetch.run(place, out).await?;
+        Ok((done.fetched(plan.clone(), lease), out))
     }
 }
 
@@ -291,7 +287,11 @@ struct Fetch<'a> {
     /// With the checksums known so far.
     manifest: Manifest,
     deadline: Deadline,
+    timeout: Option<Duration>,
+    /// Of following.
+    longest: Deadline,
     repaired_chunks: usize,
+    early_bytes: u64,
     transport: String,
 }
 
@@ -300,43 +300,84 @@ struct Done {
     manifest: Manifest,
     source: Source,
     repaired_chunks: usize,
+    early_bytes: u64,
     transport: String,
 }
 
 impl Done {
-    fn fetched(self, plan: ReadPlan, lease: Lease) -> Result<Fetched, TransferError> {
-        Ok(Fetched {
+    fn fetched(self, plan: ReadPlan, lease: Lease) -> Fetched {
+        Fetched {
             tokens: self.manifest.tokens,
             bytes: plan.part_bytes() as u64,
             read_bytes: plan.read_bytes(),
             transport: self.transport,
             repaired_chunks: self.repaired_chunks,
+            early_bytes: self.early_bytes,
             lease,
             manifest: Arc::new(self.manifest),
             source: self.source,
             plan,
-        })
+        }
     }
 }
 
 impl Fetch<'_> {
-    async fn run(mut self, place: Place) -> Result<Done, TransferError> {
-        let source = match place {
+    /// Fills `out` where that can be done on the way; says whether it is full.
+    async fn run<B: AsMut<[u8]> + Send + 'static>(
+        mut self,
+        place: Place,
+        out: Option<B>,
+    ) -> Result<(Done, Option<(B, bool)>), TransferError> {
+        let (source, out) = match place {
             Place::Mapped(slot) => {
-                let mut news = None;
-                while self.ready() < self.plan.chunks().len() {
-                    self.learn(&mut news).await?;
-                }
-                Source::Pool(slot)
+                let out = self.follow_mapped(&slot, out).await?;
+                (Source::Pool(slot), out)
             }
-            Place::Remote(_) => Source::Here(self.read(place).await?),
+            Place::Remote(_) => {
+                let stores = self.read(place).await?;
+                (Source::Here(stores), out.map(|out| (out, false)))
+            }
         };
-        Ok(Done {
+        let done = Done {
             manifest: self.manifest,
             source,
             repaired_chunks: self.repaired_chunks,
+            early_bytes: self.early_bytes,
             transport: self.transport,
-        })
+        };
+        Ok((done, out))
+    }
+
+    /// Waits until every chunk is sealed; meanwhile those that are go to `out`.
+    async fn follow_mapped<B: AsMut<[u8]> + Send + 'static>(
+        &mut self,
+        slot: &Mapped,
+        mut out: Option<B>,
+    ) -> Result<Option<(B, bool)>, TransferError> {
+        let all = self.plan.chunks().len();
+        let streams = copy::is_streamable(self.plan);
+        let (mut news, mut taken) = (None, 0);
+        loop {
+            let ready = self.ready();
+            if streams
+                && ready > taken
+                && let Some(mut buffer) = out.take()
+            {
+                let (manifest, plan) = (self.manifest.clone(), self.plan.clone());
+                let (slot, entries) = (slot.clone(), taken..ready);
+                let copy = move || {
+                    copy::entries(&manifest, &plan, &slot, (buffer.as_mut(), entries))?;
+                    Ok::<_, TransferError>(buffer)
+                };
+                out = Some(blocking(copy).await??);
+                taken = ready;
+            }
+            if ready == all {
+                return Ok(out.map(|out| (out, streams)));
+            }
+            self.early_bytes = self.plan.store_bytes(0..taken) as u64;
+            self.learn(&mut news).await?;
+        }
     }
 
     /// Entries of the plan whose checksums are known: these chunks are sealed.
@@ -346,20 +387,24 @@ impl Fetch<'_> {
     }
 
     /// Reads every entry as soon as it is sealed; while one store travels, the one before it is checked.
-    async fn read(&mut self, place: Place) -> Result<Vec<Store>, TransferError> {
-        let reader = Reader {
-            reach: &self.inner.reach,
-            place: &place,
-            plan: self.plan,
-            deadline: self.deadline,
-        };
+    async fn read(&mut self, place: Place) -> Result<Stores, TransferError> {
         let all = self.plan.chunks().len();
         let per_store = (limits::STORE_BYTES / self.manifest.chunk_bytes).max(1);
-        let mut stores: Vec<Store> = vec![];
+        let mut done = Stores {
+            stores: vec![],
+            spares: self.inner.spares.clone(),
+        };
         let mut running = FuturesOrdered::new();
         let (mut begun, mut news) = (0, None);
         loop {
             let ready = self.ready();
+            let reader = Reader {
+                reach: &self.inner.reach,
+                spares: &self.inner.spares,
+                place: &place,
+                plan: self.plan,
+                deadline: self.deadline,
+            };
             while begun < ready && running.len() < limits::STORES_IN_FLIGHT {
                 let entries = begun..ready.min(begun + per_store);
                 begun = entries.end;
@@ -371,21 +416,23 @@ impl Fetch<'_> {
                 running.push_back(reader.read(entries, chunks));
             }
             if begun == all && running.is_empty() {
-                return Ok(stores);
+                return Ok(done);
             }
             tokio::select! {
                 Some(store) = running.next() => {
                     let store: Store = store?;
                     self.repaired_chunks += store.repaired;
                     self.transport.clone_from(&store.transport);
-                    stores.push(store);
+                    done.stores.push(store);
                 }
                 learnt = self.learn(&mut news), if ready < all => learnt?,
             }
         }
     }
 
-    /// Waits until the service tells more checksums.
+    /// Waits until the service tells more checksums: as long as the producer lives, whose lease ends the wait, and
+    /// no longer than [`limits::MAX_FOLLOW`]. Meanwhile the own lease is prolonged; what is told has the whole time
+    /// of a transfer to come here.
     async fn learn(
         &mut self,
         news: &mut Option<Streaming<v1::FollowResponse>>,
@@ -395,7 +442,20 @@ impl Fetch<'_> {
             None => news.insert(self.follow().await?),
         };
         let what = "following a prefix that is being written";
-        let told = self.deadline.bound(what, stream.message()).await;
+        let (inner, terms) = (self.inner, self.terms);
+        let ttl = inner.config.ttl;
+        let waits = async {
+            loop {
+                tokio::select! {
+                    told = stream.message() => return Ok::<_, TransferError>(told?),
+                    () = tokio::time::sleep(ttl / 3) => {
+                        let bound = inner.deadline(self.timeout);
+                        lease::renew(&inner.channels, terms, ttl, bound).await?;
+                    }
+                }
+            }
+        };
+        let told = self.longest.bound(what, waits).await;
         let told = told.map_err(|_| TransferError::Deadline { what })??;
         let Some(told) = told else {
             return Err(TransferError::invalid(
@@ -403,6 +463,7 @@ impl Fetch<'_> {
                 "ended before the last chunk",
             ));
         };
+        self.deadline = inner.deadline(self.timeout);
         self.manifest.crcs.extend(told.chunk_crc32c);
         self.manifest
             .validate_announced()

@@ -32,6 +32,11 @@ impl Lease {
         self.terms = None;
     }
 
+    /// Names it, unless it was passed on.
+    pub(super) fn terms(&self) -> Option<&Terms> {
+        self.terms.as_ref()
+    }
+
     pub(super) fn dismantle(mut self) -> Option<Terms> {
         self.terms.take()
     }
@@ -108,24 +113,15 @@ pub(super) async fn release(
 
 pub(super) async fn renew(
     channels: &Channels,
-    lease: &Lease,
+    terms: &Terms,
     ttl: Duration,
     deadline: Deadline,
 ) -> Result<(), TransferError> {
-    let Some(Terms {
-        endpoint,
-        slot,
-        generation,
-        lease,
-    }) = lease.terms.clone()
-    else {
-        return Ok(());
-    };
-    let mut stub = channels.stub(&endpoint)?;
+    let mut stub = channels.stub(&terms.endpoint)?;
     let message = v1::RenewRequest {
-        slot,
-        generation,
-        lease,
+        slot: terms.slot,
+        generation: terms.generation,
+        lease: terms.lease,
         ttl_ms: wire::millis(ttl),
     };
     call("renewing a lease", deadline, message, |request| {

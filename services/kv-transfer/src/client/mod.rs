@@ -3,6 +3,7 @@
 
 mod channels;
 mod config;
+mod copy;
 mod fetch;
 mod grant;
 mod lease;
@@ -10,6 +11,7 @@ mod lookup;
 mod publish;
 mod reach;
 mod read;
+mod spare;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -42,6 +44,7 @@ struct Inner {
     releaser: Releaser,
     reach: Reach,
     turn: Arc<Mutex<()>>,
+    spares: spare::Spares,
 }
 
 /// The turn of one request to publish; it ends when this is dropped.
@@ -68,6 +71,7 @@ impl KvClient {
                 releaser,
                 reach,
                 turn: Arc::default(),
+                spares: spare::Spares::default(),
             }),
             timeout: None,
         })
@@ -116,7 +120,10 @@ impl KvClient {
     /// The lease is gone, or the service cannot be reached.
     pub async fn renew(&self, lease: &Lease) -> Result<(), TransferError> {
         let ttl = self.inner.config.ttl;
-        lease::renew(&self.inner.channels, lease, ttl, self.deadline()).await
+        match lease.terms() {
+            Some(terms) => lease::renew(&self.inner.channels, terms, ttl, self.deadline()).await,
+            None => Ok(()),
+        }
     }
 
     /// Deadline of what starts now. It lies before the expiry of any lease taken from now on, so

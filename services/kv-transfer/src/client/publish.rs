@@ -235,7 +235,7 @@ impl Publication {
     pub async fn renew(&mut self) -> Result<(), TransferError> {
         let (ttl, now) = (self.inner.config.ttl, base::clock::now());
         let deadline = self.inner.deadline(self.timeout);
-        lease::renew(&self.inner.channels, &self.lease, ttl, deadline).await?;
+        lease::renew(&self.inner.channels, &self.terms, ttl, deadline).await?;
         (self.renewed, self.deadline) = (now, deadline);
         Ok(())
     }
@@ -343,7 +343,7 @@ fn digest(
         let place = at.start + done;
         let chunk_end = (place / chunk_bytes + 1).saturating_mul(chunk_bytes);
         let len = (chunk_end - place).min(bytes.len() - done);
-        partial = crc32c::crc32c_append(partial, &bytes[done..done + len]);
+        partial = kv::crc32c_append(partial, &bytes[done..done + len]);
         done += len;
         let end = at.start + done;
         if end == chunk_end || end as u64 == total {

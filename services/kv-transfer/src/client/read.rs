@@ -4,8 +4,8 @@ use std::ops::Range;
 use base::Deadline;
 use kv::{KvError, ReadPlan};
 
-use super::fetch::room;
 use super::reach::{Place, Reach, blocking};
+use super::spare::Spares;
 use crate::engine::Part;
 use crate::{TransferError, limits};
 
@@ -24,6 +24,7 @@ pub(super) struct Store {
 #[derive(Clone, Copy)]
 pub(super) struct Reader<'a> {
     pub(super) reach: &'a Reach,
+    pub(super) spares: &'a Spares,
     pub(super) place: &'a Place,
     pub(super) plan: &'a ReadPlan,
     pub(super) deadline: Deadline,
@@ -60,7 +61,7 @@ impl Reader<'_> {
     ) -> Result<Store, TransferError> {
         let plan = self.plan;
         let first = entries.start;
-        let mut bytes = room(plan.store_bytes(entries.clone()))?;
+        let mut bytes = self.spares.room(plan.store_bytes(entries.clone()))?;
         let reads = plan.reads(entries.clone());
         let mut parts: Vec<Part> = reads
             .into_iter()
@@ -127,7 +128,7 @@ fn part(from: &Range<usize>, to: usize) -> Part {
 /// The entries whose bytes do not match, with what their checksums are.
 fn damaged(bytes: &[u8], expected: &[(Range<usize>, u32)]) -> Vec<(usize, u32)> {
     let check = |(index, (at, crc)): (usize, &(Range<usize>, u32))| {
-        let got = crc32c::crc32c(&bytes[at.clone()]);
+        let got = kv::crc32c(&bytes[at.clone()]);
         (got != *crc).then_some((index, got))
     };
     expected.iter().enumerate().filter_map(check).collect()

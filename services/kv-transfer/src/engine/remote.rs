@@ -107,7 +107,7 @@ impl Remote {
 }
 
 fn envelope(mark: [u8; 4], body: &[u8]) -> Vec<u8> {
-    [&mark, &crc32c::crc32c(body).to_le_bytes()[..], body].concat()
+    [&mark, &kv::crc32c(body).to_le_bytes()[..], body].concat()
 }
 
 fn opened<'a>(
@@ -123,7 +123,7 @@ fn opened<'a>(
     let body = blob
         .split_first_chunk::<HEAD_BYTES>()
         .and_then(|(head, body)| {
-            let sound = head[..4] == mark && head[4..] == crc32c::crc32c(body).to_le_bytes();
+            let sound = head[..4] == mark && head[4..] == kv::crc32c(body).to_le_bytes();
             (sound && !body.is_empty()).then_some(body)
         });
     body.ok_or_else(|| TransferError::invalid(field, "is damaged or of another version"))

@@ -344,7 +344,7 @@ fn verify(
             if !memory.read(offset + start, block) {
                 return Err(outside());
             }
-            crc = crc32c::crc32c_append(crc, block);
+            crc = kv::crc32c_append(crc, block);
         }
         manifest
             .verify_chunk_crc(index, crc)

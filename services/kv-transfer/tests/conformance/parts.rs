@@ -241,3 +241,70 @@ async fn eight_receivers_of_another_node_read_the_producer_once() {
     assert!(origin.slots[0].leases <= 2, "{:?}", origin.slots);
     assert_eq!(origin.slots[0].pulls, 1);
 }
+
+/// How often the test below pauses for the receiver before it seals the last layer.
+const PAUSES: [u64; 4] = [200, 500, 2_000, 8_000];
+
+#[tokio::test(flavor = "multi_thread")]
+async fn layers_are_taken_out_while_the_next_ones_are_written() {
+    let payload = payload();
+    let layer = payload.len() / SHAPE.layers;
+    for transport in TRANSPORTS {
+        let node = Node::start(transport, 4 * MIB);
+        let (producer, consumer) = (client(transport), client(transport));
+        let mut early = 0;
+        // However slow the machine: with a pause that is long enough, all layers but the last are there.
+        for pause in PAUSES {
+            let offered = producer.offer(&node.endpoint, description()).await;
+            let mut publication = offered.unwrap();
+            let handle = publication.handle().cloned().unwrap();
+            let follower = consumer.clone();
+            let follows = base::task::spawn(async move {
+                let request = FetchRequest::new(&handle, "parts", "receiver");
+                follower.fetch_to(request, |bytes| vec![0; bytes]).await
+            });
+            for (index, bytes) in payload.chunks(layer).enumerate() {
+                if index + 1 == SHAPE.layers {
+                    tokio::time::sleep(Duration::from_millis(pause)).await;
+                }
+                publication.write(bytes.to_vec()).await.unwrap();
+            }
+            let (fetched, got) = follows.await.unwrap().unwrap();
+            assert!(got == payload, "{transport}");
+            early = fetched.early_bytes;
+            consumer.release(fetched.lease).await.unwrap();
+            let published = publication.finish().await.unwrap();
+            producer.release(published.lease).await.unwrap();
+            if transport == Transport::Tcp || early == (payload.len() - layer) as u64 {
+                break;
+            }
+        }
+        if transport == Transport::Shm {
+            assert_eq!(early, (payload.len() - layer) as u64);
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_part_in_odd_pieces_is_taken_out_whole() {
+    let payload = payload();
+    let node = Node::start(Transport::Shm, 4 * MIB);
+    let client = client(Transport::Shm);
+    let published = client.publish(&node.endpoint, request()).await.unwrap();
+    // Half of the tokens: no chunk is needed whole.
+    let shard = KvShard {
+        tokens: std::iter::once(0..TOKENS / 2).collect(),
+        ..KvShard::whole(&SHAPE, TOKENS)
+    };
+    let request = FetchRequest {
+        part: Some(&shard),
+        ..FetchRequest::new(&published.handle, "parts", "receiver")
+    };
+    let taken = client.fetch_to(request, |bytes| vec![0; bytes]).await;
+    let head = TOKENS * SHAPE.head_dim * 2;
+    let expected: Vec<u8> = payload
+        .chunks(head)
+        .flat_map(|head| head[..head.len() / 2].to_vec())
+        .collect();
+    assert!(taken.unwrap().1 == expected);
+}

@@ -11,7 +11,7 @@ use base::{BuildInfo, Shutdown, clock, task};
 use clap::Args;
 use kv::{KvDType, KvGeometry, PrefixIdentity};
 use kv_transfer::engine::{EngineConfig, Transport};
-use kv_transfer::{ClientConfig, Host, KvClient, PublishRequest, ServiceConfig, service};
+use kv_transfer::{ClientConfig, Host, KvClient, PublishRequest, ServiceConfig, limits, service};
 use serde_json::{Value, json};
 
 use self::perftest::Beside;
@@ -189,10 +189,18 @@ impl Bench {
             let published = self.producer.publish(&self.endpoint, request).await;
             let published = published.map_err(failed)?;
             let published_ms = clock::millis_since(start);
+            // In a cluster the router has the token made while the worker waits for its turn.
+            let mut handle = published.handle.clone();
+            let bearer = ("bench", "bench", 0);
+            handle.pull_token = self
+                .producer
+                .grant(&handle, bearer, None)
+                .await
+                .map_err(failed)?;
             let start = clock::now();
             let fetched = self
                 .consumer
-                .fetch(&published.handle, &SHAPE, "bench", "bench")
+                .fetch(&handle, &SHAPE, "bench", "bench")
                 .await
                 .map_err(failed)?;
             let fetched_ms = clock::millis_since(start);
@@ -233,6 +241,7 @@ async fn measure(
         kv::digest_bytes(&SHAPE, tokens, 4 << 20),
     ));
     let digest_ms = clock::millis_since(start);
+    let alone = copy_alone(&mut out, args.rounds);
     let (publish, fetch) = (median(&steps.publish), median(&steps.fetch));
     let copy = median(&steps.copy);
     let mut result = json!({
@@ -245,6 +254,8 @@ async fn measure(
         "fetch_gb_s": rate(bytes, fetch),
         "copy_out_ms": copy,
         "copy_out_gb_s": rate(bytes, copy),
+        // The same copy by the same number of threads, of other memory, without checks.
+        "copy_alone_ms": alone,
         "digest_alone_ms": digest_ms,
         "digest_alone_gb_s": rate(bytes, digest_ms),
         "fan_out": fan::out(&bench, args.fan_out).await?,
@@ -263,6 +274,27 @@ async fn measure(
         result["of_the_better"] = json!((best > 0.0).then_some(ours / best));
     }
     Ok(result)
+}
+
+/// Milliseconds of copying so many bytes without checks, over as many threads as a part is split over.
+fn copy_alone(out: &mut [u8], rounds: usize) -> f64 {
+    let from = vec![2u8; out.len()];
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let useful = out.len() / limits::COPY_BYTES_PER_THREAD;
+    let threads = useful.min(cores).clamp(1, limits::MAX_COPY_THREADS);
+    let each = out.len().div_ceil(threads);
+    let times: Vec<f64> = (0..rounds)
+        .map(|_| {
+            let start = clock::now();
+            std::thread::scope(|scope| {
+                for (to, from) in out.chunks_mut(each).zip(from.chunks(each)) {
+                    scope.spawn(|| to.copy_from_slice(from));
+                }
+            });
+            clock::millis_since(start)
+        })
+        .collect();
+    median(&times)
 }
 
 /// GB/s. Both conversions lose nothing that a printed figure shows.

@@ -286,6 +286,7 @@ impl Walk {
             Denoised::Started(started) => {
                 progress.started = started;
                 progress.fetched = true;
+                canvas.prefix.fetched.store(true, Ordering::Release);
                 progress.started_at = Some(clock::now());
             }
             Denoised::NoPrefix(told) => {

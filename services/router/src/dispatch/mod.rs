@@ -1,17 +1,22 @@
 //! The walk of one request: wait for its turn, prefill, denoise, answer. Every wait is under the
 //! request's deadline, and dropping the walk drops the stages' streams, which cancels their work.
 mod denoise;
+mod offer;
 mod recovery;
 
-use std::{collections::HashSet, sync::Arc, time::Instant};
+use std::{
+    collections::HashSet,
+    sync::{Arc, atomic::AtomicBool},
+    time::Instant,
+};
 
 use base::{Code, Deadline, Failure, Fault as _, clock, limits::MAX_SIDE_PIXELS};
 use proto::{
     size::Size,
     v1::{
-        Done, GenerateResponse, Mode, PrefillDone, PrefillRequest, PrefillSampling, PrefillSize,
-        PrefillTask, PrefixReport, PrefixRow, Queued, TextDelta, Timings, Written,
-        ar_stage_service_client::ArStageServiceClient, generate_response::Event,
+        Done, GenerateResponse, Mode, PrefillDone, PrefillRequest, PrefillResponse,
+        PrefillSampling, PrefillSize, PrefillTask, PrefixReport, PrefixRow, Queued, TextDelta,
+        Timings, Written, ar_stage_service_client::ArStageServiceClient, generate_response::Event,
         get_response::State, prefill_response::Event as Prefilled, prefix_row::Kind,
     },
 };
@@ -19,7 +24,10 @@ use registry::Role;
 use telemetry::{hop, names, trace::within};
 use tonic::{Request, Status};
 
-use self::recovery::{Missing, Prefixes};
+use self::{
+    offer::Rest,
+    recovery::{Missing, Prefixes},
+};
 use crate::{
     RouterError,
     audience::Audience,
@@ -59,6 +67,14 @@ pub(crate) struct Walk {
     pub(crate) notes: Notes,
 }
 
+/// What a stage has told of its prefixes; with its stream, and whether the client has seen a text of it, when they
+/// are only offered.
+type Answered = (
+    PrefillDone,
+    Held,
+    Option<(tonic::Streaming<PrefillResponse>, bool)>,
+);
+
 /// A phase that did not come to its end.
 struct Lost {
     error: RouterError,
@@ -83,6 +99,8 @@ struct Prefix {
     output: Size,
     /// Member that computed it.
     stage: String,
+    /// A worker has it, so all of it was there.
+    fetched: AtomicBool,
 }
 
 /// The members of one role that were asked so far.
@@ -162,8 +180,9 @@ impl Walk {
         self.notes.queued(timings.queue_ms);
         job.set_state(State::Prefill);
         // From here to the end of the walk, however it ends, the prefixes are kept.
-        let prefix = within(hop!("prefix"), self.prefill(true)).await?;
-        timings.prefill_ms = prefix.done.prefill_ms;
+        let mut tries = Tries::new(Role::ArStage, 0);
+        let first = self.prefill(&mut tries, true);
+        let (prefix, rest) = within(hop!("prefix"), first).await?;
         let request = &self.request;
         let found = request.open_size.is_some() || request.align_image_size;
         if request.mode != Mode::Image || found {
@@ -175,11 +194,14 @@ impl Walk {
         }
         let prefixes = Prefixes::new(prefix);
         if self.request.mode != Mode::Text {
-            job.set_state(State::Denoise);
-            self.denoise(&prefixes, job, &mut timings).await?;
+            let stage = (rest, &mut tries);
+            self.denoise_beside(&prefixes, stage, (job, &mut timings))
+                .await?;
         }
         let prefix = prefixes.current().await;
-        timings.transfer_ms += prefix.done.publish_ms;
+        let done = prefixes.done(&prefix);
+        timings.prefill_ms = done.prefill_ms;
+        timings.transfer_ms += done.publish_ms;
         timings.total_ms = clock::millis_since(self.accepted_at);
         self.notes.done(&timings, (prefix.tokens, image_tokens));
         Ok(response(Event::Done(Done {
@@ -188,37 +210,52 @@ impl Walk {
             prefix_tokens: prefix.tokens,
             image_tokens,
             prefix: Some(PrefixReport {
-                cached_rows: prefix.done.cached_rows,
+                cached_rows: done.cached_rows,
                 ..prefixes.report(request.loss.policy)
             }),
         })))
     }
 
-    /// Computes the prefixes; `told`: the client hears what is written.
-    async fn prefill(&self, told: bool) -> Result<Prefix, RouterError> {
+    /// Computes the prefixes, or has them offered with what is left to do; `told`: the client hears what is
+    /// written.
+    async fn prefill(
+        &self,
+        tries: &mut Tries,
+        told: bool,
+    ) -> Result<(Prefix, Option<Rest>), RouterError> {
         let images = self
             .notes
             .fetching(self.context.fetcher.files(&self.request.images));
         let images = images.await?;
-        let mut tries = Tries::new(Role::ArStage, 0);
         loop {
-            let assignment = self.assign(&mut tries).await?;
+            let assignment = self.assign(tries).await?;
             let from = clock::now();
             match self.prefill_once(&assignment, &images, told).await {
-                Ok((done, held)) => {
-                    self.notes.prefilled(from, &assignment.member_id, &done);
+                Ok((done, held, more)) => {
+                    if more.is_none() {
+                        self.notes.prefilled(from, &assignment.member_id, &done);
+                    }
                     let cond = done.rows.first().and_then(|row| row.prefix.as_ref());
-                    return Ok(Prefix {
+                    let prefix = Prefix {
                         tokens: cond.map_or(done.prompt_tokens, |prefix| prefix.tokens),
                         size: self.size_of(&done)?,
                         output: self.output_of(&done)?,
                         stage: assignment.member_id.clone(),
+                        fetched: AtomicBool::new(false),
                         done,
                         held,
+                    };
+                    let rest = more.map(|(stream, begun)| Rest {
+                        stream,
+                        assignment,
+                        from,
+                        begun,
+                        offered: prefix.done.rows.clone(),
                     });
+                    return Ok((prefix, rest));
                 }
                 Err(lost) => {
-                    self.lost(from, &tries, (&assignment, &lost.error));
+                    self.lost(from, tries, (&assignment, &lost.error));
                     tries.again(lost, &assignment)?;
                 }
             }
@@ -258,7 +295,7 @@ impl Walk {
         assignment: &Assignment,
         images: &[Vec<u8>],
         told: bool,
-    ) -> Result<(PrefillDone, Held), Lost> {
+    ) -> Result<Answered, Lost> {
         let mut begun = false;
         let lost = |status: &Status, begun| Lost {
             error: stage_error(Role::ArStage, assignment, status),
@@ -297,10 +334,15 @@ impl Walk {
                         .map_err(|status| lost(&status, begun))?
                         .is_some()
                     {}
-                    return Ok((done, held));
+                    return Ok((done, held, None));
                 }
-                // Denoising begins when they are whole. A newer stage may say more than this router understands.
-                Some(Prefilled::Offered(_)) | None => {}
+                Some(Prefilled::Offered(mut done)) => {
+                    let held = self.take_rows(&mut done.rows);
+                    let held = held.map_err(|error| lost_here(error, begun))?;
+                    return Ok((done, held, Some((stream, begun))));
+                }
+                // A newer stage may say more than this router understands.
+                None => {}
             }
         }
         Err(lost_here(

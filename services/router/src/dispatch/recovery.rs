@@ -9,10 +9,11 @@ use std::{
 };
 
 use base::{Code, Failure, Fault as _};
-use proto::v1::{LossPolicy, PrefixReport};
-use tokio::sync::Mutex;
+use proto::v1::{LossPolicy, PrefillDone, PrefixReport};
+use registry::Role;
+use tokio::sync::{Mutex, watch};
 
-use super::{Prefix, Walk};
+use super::{Prefix, Tries, Walk};
 use crate::{RouterError, validate};
 
 /// Times that the prefixes of one request are computed again.
@@ -46,11 +47,23 @@ impl Missing {
     }
 }
 
+/// Where the stage stands that computes them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// They are offered, and being computed.
+    Computing,
+    /// They were there, whole.
+    Whole,
+}
+
 /// The prefixes of a request as they stand, and what became of them.
 #[derive(Debug)]
 pub(super) struct Prefixes {
     /// Held while they are computed again, so that all images of a request wait for one pass.
-    current: Mutex<Arc<Prefix>>,
+    pub(super) current: Mutex<Arc<Prefix>>,
+    stage: watch::Sender<Stage>,
+    /// The last word of a stage that had offered them before.
+    done: Cell<Option<PrefillDone>>,
     recomputed: AtomicU32,
     waits: AtomicU32,
     reason: Cell<String>,
@@ -60,6 +73,8 @@ impl Prefixes {
     pub(super) fn new(prefix: Prefix) -> Self {
         Self {
             current: Mutex::new(Arc::new(prefix)),
+            stage: watch::channel(Stage::Whole).0,
+            done: Cell::default(),
             recomputed: AtomicU32::new(0),
             waits: AtomicU32::new(0),
             reason: Cell::default(),
@@ -81,6 +96,31 @@ impl Prefixes {
         }
     }
 
+    pub(super) fn tell(&self, stage: Stage) {
+        self.stage.send_replace(stage);
+    }
+
+    /// The stage has said its last word.
+    pub(super) fn whole(&self, done: PrefillDone) {
+        *self.done.lock().unwrap_or_else(PoisonError::into_inner) = Some(done);
+        self.tell(Stage::Whole);
+    }
+
+    /// What the stage has told of `prefix` in the end.
+    pub(super) fn done(&self, prefix: &Prefix) -> PrefillDone {
+        let done = self.done.lock().unwrap_or_else(PoisonError::into_inner);
+        done.clone().unwrap_or_else(|| prefix.done.clone())
+    }
+
+    /// Waits for the end of their stage. Where that end is a loss, it ends whoever waits here.
+    async fn computed(&self) {
+        let mut stage = self.stage.subscribe();
+        let whole = |stage: &Stage| *stage == Stage::Whole;
+        if stage.wait_for(whole).await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
+
     fn note(&self, error: &RouterError) {
         let mut reason = self.reason.lock().unwrap_or_else(PoisonError::into_inner);
         *reason = error.message();
@@ -96,6 +136,8 @@ impl Walk {
         used: &Arc<Prefix>,
         (error, missing): (&RouterError, Missing),
     ) -> Result<bool, RouterError> {
+        // What a worker misses of a prefix that is still computed, its stage explains.
+        prefixes.computed().await;
         prefixes.note(error);
         let policy = self.request.loss.policy;
         tracing::warn!(
@@ -125,7 +167,16 @@ impl Walk {
                     return Err(error.clone());
                 }
                 prefixes.recomputed.fetch_add(1, Ordering::Relaxed);
-                let again = self.prefill(false).await?;
+                *prefixes.done.lock().unwrap_or_else(PoisonError::into_inner) = None;
+                let mut tries = Tries::new(Role::ArStage, 0);
+                let (mut again, rest) = self.prefill(&mut tries, false).await?;
+                if let Some(mut rest) = rest {
+                    let done = self.computed(&mut rest).await;
+                    again.done = PrefillDone {
+                        rows: again.done.rows,
+                        ..done.map_err(|lost| lost.error)?
+                    };
+                }
                 if !again.is_like(&current) {
                     return Err(RouterError::PrefixChanged);
                 }
@@ -138,7 +189,7 @@ impl Walk {
 
 impl Prefix {
     /// The same prefixes of the same picture: steps that were made on one may go on on the other.
-    fn is_like(&self, other: &Self) -> bool {
+    pub(super) fn is_like(&self, other: &Self) -> bool {
         let identities = |prefix: &Self| -> Vec<Vec<u8>> {
             let handles = prefix
                 .done

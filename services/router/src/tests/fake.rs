@@ -46,6 +46,10 @@ pub(crate) enum Act {
     Twice,
     /// Cannot get its prefixes, which are gone for ever or not.
     NoPrefix(bool),
+    /// Offers its prefixes, and works on once it has a step's permit.
+    Offer,
+    /// Offers its prefixes, and fails once it has a step's permit.
+    OfferAndFail,
 }
 
 /// What the test holds of a stage.
@@ -287,7 +291,7 @@ impl ArStageService for Script {
                 });
                 return Ok(answer(rx));
             }
-            Act::Work | Act::Twice | Act::NoPrefix(_) => {}
+            Act::Work | Act::Twice | Act::NoPrefix(_) | Act::Offer | Act::OfferAndFail => {}
         }
         let pool = self.pool.as_ref().unwrap();
         let row = |kind: Kind| PrefixRow {
@@ -318,8 +322,28 @@ impl ArStageService for Script {
             width: 128,
             ..PrefillDone::default()
         };
-        let event = Some(Prefilled::Done(done));
-        tx.send(Ok(PrefillResponse { event })).await.unwrap();
+        let offers = matches!(act, Act::Offer | Act::OfferAndFail);
+        let script = self.clone();
+        Tracker::new().spawn(async move {
+            if offers {
+                let early = PrefillDone {
+                    prefill_ms: 0.0,
+                    publish_ms: 0.0,
+                    ..done.clone()
+                };
+                let event = Some(Prefilled::Offered(early));
+                let _ = tx.send(Ok(PrefillResponse { event })).await;
+                script.steps.acquire().await.unwrap().forget();
+            }
+            let told = if matches!(act, Act::OfferAndFail) {
+                let failure = Failure::new(Code::Unavailable, "leaving");
+                Err(proto::status::status(&failure))
+            } else {
+                let event = Some(Prefilled::Done(done));
+                Ok(PrefillResponse { event })
+            };
+            let _ = tx.send(told).await;
+        });
         Ok(answer(rx))
     }
 }
@@ -355,7 +379,7 @@ impl DitWorkerService for Script {
                 });
                 return Ok(answer(rx));
             }
-            Act::Hang | Act::Work | Act::Twice => {}
+            Act::Hang | Act::Work | Act::Twice | Act::Offer | Act::OfferAndFail => {}
         }
         let script = self.clone();
         Tracker::new().spawn(async move {

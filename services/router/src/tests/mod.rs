@@ -7,6 +7,7 @@ mod joined;
 mod keys;
 mod leases;
 mod loss;
+mod offered;
 mod operate;
 mod pool;
 mod refusals;

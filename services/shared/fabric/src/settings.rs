@@ -4,6 +4,9 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+/// Bytes that one TCP send or receive moves at most.
+const TCP_SEGMENT: &CStr = c"256k";
+
 /// A setting that UCX must not see.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{field}: {message}")]
@@ -101,6 +104,9 @@ pub fn settings(
         // With more, a connection that ends in the handling of one event is used again for the next
         // one of the same look, after its memory was freed.
         settings.push((c"TCP_MAX_POLL", c"1".to_owned()));
+        // A one-sided read comes in segments of this size; the default of 8 KiB costs a system call each.
+        settings.push((c"TCP_TX_SEG_SIZE", TCP_SEGMENT.to_owned()));
+        settings.push((c"TCP_RX_SEG_SIZE", TCP_SEGMENT.to_owned()));
     }
     if let Some(devices) = net_devices {
         settings.push((c"NET_DEVICES", text("net_devices", devices.to_owned())?));

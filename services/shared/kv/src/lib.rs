@@ -11,7 +11,7 @@ mod manifest;
 mod plan;
 mod reshard;
 
-pub use checksum::{chunk_count, chunk_crc32c, chunk_range};
+pub use checksum::{chunk_count, chunk_crc32c, chunk_range, crc32c, crc32c_append};
 pub use error::KvError;
 pub use geometry::{KvDType, KvGeometry, KvHalf};
 pub use identity::{IdentityBuilder, PrefixIdentity};

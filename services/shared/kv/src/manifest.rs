@@ -1,4 +1,4 @@
-use crate::checksum::{chunk_count, chunk_crc32c, chunk_range};
+use crate::checksum::{chunk_count, chunk_crc32c, chunk_range, crc32c};
 use crate::error::{KvError, in_range};
 use crate::{KvGeometry, PrefixIdentity, limits};
 
@@ -161,7 +161,7 @@ impl Manifest {
     /// # Errors
     /// [`KvError::Chunk`] when they differ, [`KvError::OutOfRange`] when there is no such chunk.
     pub fn verify_chunk(&self, index: usize, bytes: &[u8]) -> Result<(), KvError> {
-        self.verify_chunk_crc(index, crc32c::crc32c(bytes))
+        self.verify_chunk_crc(index, crc32c(bytes))
     }
 
     /// As [`Self::verify_chunk`], for a checksum that was computed elsewhere.

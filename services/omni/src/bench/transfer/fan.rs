@@ -9,6 +9,8 @@ use super::{Bench, SHAPE, client, rate};
 use crate::bench::median;
 use crate::error::OmniError;
 
+const PAGE_BYTES: usize = 4096;
+
 /// Fetches a part and copies it out; gives the bytes read.
 async fn take(
     client: KvClient,
@@ -88,6 +90,15 @@ pub(super) async fn reshard(bench: &Bench) -> Result<Value, OmniError> {
     Ok(Value::Array(rows))
 }
 
+/// Memory whose pages are there: that of a model is not new either.
+fn zeroed(bytes: usize) -> Vec<u8> {
+    let mut room = vec![0; bytes];
+    room.iter_mut()
+        .step_by(PAGE_BYTES)
+        .for_each(|byte| *byte = 1);
+    room
+}
+
 /// A receiver that follows a producer layer by layer: how long after the last layer it is ready, beside how long
 /// a layer takes.
 pub(super) async fn layers(bench: &Bench) -> Result<Value, OmniError> {
@@ -106,7 +117,9 @@ pub(super) async fn layers(bench: &Bench) -> Result<Value, OmniError> {
     };
     let consumer = bench.consumer.clone();
     let follows = task::spawn(async move {
-        let fetched = consumer.fetch(&handle, &SHAPE, "bench", "bench").await?;
+        // Ready is who has every byte, checked, in memory of its own.
+        let request = FetchRequest::new(&handle, "bench", "bench");
+        let (fetched, _bytes) = consumer.fetch_to(request, zeroed).await?;
         let ready = clock::now();
         consumer.release(fetched.lease).await?;
         Ok::<_, TransferError>(ready)
