@@ -88,6 +88,12 @@ impl FetchedRows {
         self.rows().map(|row| row.repaired_chunks as u64).sum()
     }
 
+    /// Milliseconds in which nothing travelled because the prefixes were still computed.
+    pub(crate) fn waited_ms(&self) -> f64 {
+        let longest = self.rows().map(|row| row.waited).max();
+        longest.unwrap_or_default().as_secs_f64() * 1e3
+    }
+
     /// What carried them, as the data plane names it.
     pub(crate) fn transport(&self) -> String {
         let mut names: Vec<&str> = self.rows().map(|row| row.transport.as_str()).collect();

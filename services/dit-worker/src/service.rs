@@ -280,12 +280,13 @@ impl DitWorker {
         let geometry = loaded.ranks.info().kv;
         let arrived = async {
             let fetched = fetch::both(&self.client, order, &geometry, &self.member_id).await?;
-            let (bytes, transport) = (fetched.bytes(), fetched.transport());
-            self.moved(&transport, (bytes, fetched.repaired()), start);
+            let carried = (fetched.bytes(), fetched.transport(), fetched.waited_ms());
+            self.moved(&carried.1, (carried.0, fetched.repaired()), start);
             let checked = self.prepare.run(move || fetched.into_prefixes(geometry));
-            Ok::<_, StageError>((checked.await??, bytes, transport))
+            Ok::<_, StageError>((checked.await??, carried))
         };
-        let (prefixes, bytes, transport) = match within(telemetry::hop!("fetch"), arrived).await {
+        let arrived = within(telemetry::hop!("fetch"), arrived);
+        let (prefixes, (bytes, transport, waited_ms)) = match arrived.await {
             Ok(arrived) => arrived,
             Err(error) => {
                 if error.code() == Code::DataLoss {
@@ -302,7 +303,7 @@ impl DitWorker {
             leases,
         } = prefixes;
         let started = DenoiseStarted {
-            transfer_ms: clock::millis_since(start),
+            transfer_ms: (clock::millis_since(start) - waited_ms).max(0.0),
             transfer_bytes: bytes,
             transport,
         };

@@ -1,7 +1,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use base::{Deadline, clock::SystemClock};
+use base::{
+    Deadline,
+    clock::{self, SystemClock},
+};
 use fabric::Access;
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesOrdered;
@@ -71,6 +74,8 @@ pub struct Fetched {
     pub repaired_chunks: usize,
     /// Bytes that [`KvClient::fetch_to`] had copied before the last chunk was sealed.
     pub early_bytes: u64,
+    /// Time that passed in waiting for its producer.
+    pub waited: Duration,
     /// The receiver's lease.
     pub lease: Lease,
     plan: ReadPlan,
@@ -271,6 +276,7 @@ impl KvClient {
             longest: Deadline::after(&SystemClock, limits::MAX_FOLLOW),
             repaired_chunks: 0,
             early_bytes: 0,
+            waited: Duration::ZERO,
             transport: MAPPED.to_owned(),
         };
         let out = room.map(|room| room(plan.part_bytes()));
@@ -292,6 +298,7 @@ struct Fetch<'a> {
     longest: Deadline,
     repaired_chunks: usize,
     early_bytes: u64,
+    waited: Duration,
     transport: String,
 }
 
@@ -301,6 +308,7 @@ struct Done {
     source: Source,
     repaired_chunks: usize,
     early_bytes: u64,
+    waited: Duration,
     transport: String,
 }
 
@@ -313,6 +321,7 @@ impl Done {
             transport: self.transport,
             repaired_chunks: self.repaired_chunks,
             early_bytes: self.early_bytes,
+            waited: self.waited,
             lease,
             manifest: Arc::new(self.manifest),
             source: self.source,
@@ -343,6 +352,7 @@ impl Fetch<'_> {
             source,
             repaired_chunks: self.repaired_chunks,
             early_bytes: self.early_bytes,
+            waited: self.waited,
             transport: self.transport,
         };
         Ok((done, out))
@@ -455,7 +465,9 @@ impl Fetch<'_> {
                 }
             }
         };
+        let start = clock::now();
         let told = self.longest.bound(what, waits).await;
+        self.waited += clock::now().saturating_duration_since(start);
         let told = told.map_err(|_| TransferError::Deadline { what })??;
         let Some(told) = told else {
             return Err(TransferError::invalid(
