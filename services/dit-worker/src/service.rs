@@ -279,7 +279,8 @@ impl DitWorker {
         let start = clock::now();
         let geometry = loaded.ranks.info().kv;
         let arrived = async {
-            let fetched = fetch::both(&self.client, order, &geometry, &self.member_id).await?;
+            let both = fetch::both(&self.client, order, &geometry, &self.member_id);
+            let fetched = Box::pin(both).await?;
             let carried = (fetched.bytes(), fetched.transport(), fetched.waited_ms());
             self.moved(&carried.1, (carried.0, fetched.repaired()), start);
             let checked = self.prepare.run(move || fetched.into_prefixes(geometry));
