@@ -2,7 +2,6 @@
 
 use cudarc::driver::{DeviceRepr, LaunchConfig, PushKernelArg};
 
-use super::codes::CODE_COLUMNS;
 use super::error::{Result, argument, shape};
 use super::launch::{aligned, int};
 use super::map::TensorMap;
@@ -42,7 +41,6 @@ struct Arguments {
     n: i32,
     k: i32,
     columns: i32,
-    exponents: u64,
 }
 
 // SAFETY: addresses and numbers, laid out as the kernel declares them.
@@ -88,13 +86,11 @@ pub(super) enum After<'a> {
     Store,
     Add(&'a GpuTensor),
     SwiGlu,
-    /// SwiGLU in e4m3, with these exponents.
-    Codes(&'a GpuTensor),
 }
 
 impl After<'_> {
     fn halves(self) -> bool {
-        matches!(self, Self::SwiGlu | Self::Codes(_))
+        matches!(self, Self::SwiGlu)
     }
 }
 
@@ -159,14 +155,10 @@ impl Product<'_> {
                 ("gemm_bf16", ["gemm_bf16_add", "gemm_bf16_add_narrow"])
             }
             (true, After::Store, false) => ("gemm_fp8", ["gemm_fp8", "gemm_fp8_narrow"]),
-            (true, After::Codes(_), false) => {
-                ("gemm_fp8", ["gemm_fp8_codes", "gemm_fp8_codes_narrow"])
+            (true, After::SwiGlu, false) => {
+                ("gemm_fp8", ["gemm_fp8_swiglu", "gemm_fp8_swiglu_narrow"])
             }
             (true, After::Add(_), false) => ("gemm_fp8", ["gemm_fp8_add", "gemm_fp8_add_narrow"]),
-            (true, After::SwiGlu, _) => {
-                let reason = "of 8-bit floats goes out as such: grouped_swiglu_fp8";
-                return Err(argument(self.op, "finish", reason));
-            }
             _ => return Err(argument(self.op, "out", "must be bf16 for this product")),
         };
         Ok((file, if tiles == WIDE { wide } else { narrow }))
@@ -206,11 +198,6 @@ impl Product<'_> {
                 aligned(op, &[("residual", residual)])?;
                 arguments.residual = residual.address();
             }
-            After::Codes(exponents) => {
-                let blocks = columns.div_ceil(CODE_COLUMNS);
-                exponents.expect(op, "exponents", &[rows, blocks], GpuType::U8)?;
-                arguments.exponents = exponents.address();
-            }
             After::Store | After::SwiGlu => {}
         }
         if let Some((of_rows, of_columns)) = self.scales {
@@ -230,13 +217,8 @@ impl Product<'_> {
             return Err(shape(op, "w", "an even number of features", self.w.shape()));
         }
         let columns = if self.finish.halves() { n / 2 } else { n };
-        let each = if matches!(self.finish, After::Codes(_)) {
-            16
-        } else {
-            8
-        };
-        if !columns.is_multiple_of(each) {
-            let expected = format!("a multiple of {each} columns of out");
+        if !columns.is_multiple_of(8) {
+            let expected = "a multiple of 8 columns of out";
             return Err(shape(op, "w", expected, self.w.shape()));
         }
         Ok(columns)
@@ -244,9 +226,8 @@ impl Product<'_> {
 
     /// Rows of `a` and `out`.
     fn rows(&self) -> Result<usize> {
-        let dtype = match (self.finish, self.out.dtype()) {
-            (After::Codes(_), _) => GpuType::E4m3,
-            (_, GpuType::F32) => GpuType::F32,
+        let dtype = match self.out.dtype() {
+            GpuType::F32 => GpuType::F32,
             _ => GpuType::Bf16,
         };
         let rows = self.a.dim(0);
