@@ -36,6 +36,21 @@ async fn members(channel: Channel) -> Result<Vec<Member>, base::Failure> {
         .map_err(|status| failure(&status))
 }
 
+/// Old certificates, those of another authority, and no TLS at all.
+async fn strangers_get_no_connection(pki: &Pki, endpoint: &str) {
+    let other = Pki::new();
+    let expired = pki.expired(Role::Admin);
+    for tls in [expired, other.identity(Role::Admin)] {
+        let refused = members(channel(tls, endpoint)).await.unwrap_err();
+        assert_eq!(refused.code, Code::Unavailable, "{refused}");
+    }
+    let clear = endpoint.replace("https", "http");
+    let refused = members(proto::channel::lazy(&clear).unwrap())
+        .await
+        .unwrap_err();
+    assert_eq!(refused.code, Code::Unavailable, "{refused}");
+}
+
 #[tokio::test]
 async fn every_role_may_do_its_own_work_and_strangers_nothing() {
     let pki = Pki::new();
@@ -111,18 +126,7 @@ async fn every_role_may_do_its_own_work_and_strangers_nothing() {
     let nobody = prefill(channel(pki.nobody(), &stage.endpoint)).await;
     assert_eq!(nobody.code, Code::Unavailable, "{nobody}");
 
-    // Old certificates, those of another authority, and no TLS at all.
-    let other = Pki::new();
-    let expired = pki.expired(Role::Admin);
-    for tls in [expired, other.identity(Role::Admin)] {
-        let refused = members(channel(tls, endpoint)).await.unwrap_err();
-        assert_eq!(refused.code, Code::Unavailable, "{refused}");
-    }
-    let clear = endpoint.replace("https", "http");
-    let refused = members(proto::channel::lazy(&clear).unwrap())
-        .await
-        .unwrap_err();
-    assert_eq!(refused.code, Code::Unavailable, "{refused}");
+    strangers_get_no_connection(&pki, endpoint).await;
     // All of that was no harm.
     generate(pki.channel(Role::Admin, endpoint)).await.unwrap();
 }

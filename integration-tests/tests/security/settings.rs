@@ -1,6 +1,22 @@
 //! What is refused before a port opens, with a sentence.
 use integration_tests::cluster::{command, output};
 
+/// A router with these flags ends with 64 and one sentence that has `said`, and announces no port.
+fn refused(flags: &[&str], said: &str) {
+    let arguments = [&["router", "--listen", "127.0.0.1:0"][..], flags].concat();
+    // A flag that is given twice is the later one's business.
+    let arguments: Vec<_> = match arguments.iter().filter(|a| **a == "--listen").count() {
+        2 => [&arguments[..1], &arguments[3..]].concat(),
+        _ => arguments,
+    };
+    let ended = output(&arguments);
+    let error = String::from_utf8(ended.stderr).unwrap();
+    assert_eq!(ended.status.code(), Some(64), "{arguments:?}: {error}");
+    assert_eq!(error.lines().count(), 1, "{error}");
+    assert!(error.contains(said), "{error}");
+    assert!(ended.stdout.is_empty(), "a port was announced");
+}
+
 #[test]
 fn bad_security_settings_end_the_process_with_64_and_one_sentence_before_a_port_opens() {
     let dir = tempfile::tempdir().unwrap();
@@ -52,18 +68,7 @@ fn bad_security_settings_end_the_process_with_64_and_one_sentence_before_a_port_
             "registry must be https://HOST:PORT, as TLS is on",
         ),
     ] {
-        let arguments = [&["router", "--listen", "127.0.0.1:0"][..], arguments].concat();
-        // A flag that is given twice is the later one's business.
-        let arguments: Vec<_> = match arguments.iter().filter(|a| **a == "--listen").count() {
-            2 => [&arguments[..1], &arguments[3..]].concat(),
-            _ => arguments,
-        };
-        let ended = output(&arguments);
-        let error = String::from_utf8(ended.stderr).unwrap();
-        assert_eq!(ended.status.code(), Some(64), "{arguments:?}: {error}");
-        assert_eq!(error.lines().count(), 1, "{error}");
-        assert!(error.contains(said), "{error}");
-        assert!(ended.stdout.is_empty(), "a port was announced");
+        refused(arguments, said);
     }
     let good = [&["config", "show", "router"][..], &tls].concat();
     let shown = output(&good);

@@ -1,4 +1,5 @@
 //! One request through the real processes.
+use std::path::Path;
 use std::time::Duration;
 
 use axum::{body::Body, http::Request, http::header::CONTENT_TYPE};
@@ -61,20 +62,12 @@ async fn arrived(collector: &Collector, up: &Up) -> Vec<Span> {
     }
 }
 
-#[tokio::test]
-async fn one_request_is_one_trace_over_all_processes_and_its_log_lines_say_so() {
-    let collector = Collector::start().await;
-    let dir = tempfile::tempdir().unwrap();
-    let (record, config) = (
-        dir.path().join("requests.jsonl"),
-        dir.path().join("omni.toml"),
-    );
-    std::fs::write(
-        &config,
-        format!("[router]\nrecord_file = \"{}\"\n", record.display()),
-    )
-    .unwrap();
-    let up = Up::start_with(
+/// A cluster that sends its spans to `collector` and writes a record of each request to `record`.
+fn traced_cluster(collector: &Collector, dir: &Path, record: &Path) -> Up {
+    let config = dir.join("omni.toml");
+    let text = format!("[router]\nrecord_file = \"{}\"\n", record.display());
+    std::fs::write(&config, text).unwrap();
+    Up::start_with(
         "shm",
         &[
             "--otlp-endpoint",
@@ -86,17 +79,11 @@ async fn one_request_is_one_trace_over_all_processes_and_its_log_lines_say_so() 
             "--config",
             config.to_str().unwrap(),
         ],
-    );
-    let wish = json!({ "prompt": "a secret boat", "size": "256x256", "steps": 3, "seed": 7, "guidance": 3.0 });
-    let request = Request::post("/v1/images/generations")
-        .header(CONTENT_TYPE, "application/json")
-        .header("traceparent", format!("00-{TRACE}-{CALLER}-01"))
-        .header("x-request-id", "traced")
-        .body(Body::from(wish.to_string()));
-    let answer = web::send(up.http(), request.unwrap()).await;
-    assert_eq!(answer.status, 200, "{}", answer.text);
+    )
+}
 
-    let spans = arrived(&collector, &up).await;
+/// Every hop is there, below the one above it, and none tells the prompt.
+fn check_spans(spans: &[Span]) {
     let of = |name: &str| spans.iter().find(|span| span.name == name).unwrap();
     for (name, service, above) in HOPS {
         let found = spans.iter().any(|span| {
@@ -130,8 +117,10 @@ async fn one_request_is_one_trace_over_all_processes_and_its_log_lines_say_so() 
         !format!("{spans:?}").contains("secret"),
         "no span holds a prompt"
     );
+}
 
-    let log = up.log();
+/// Lines of every role that computed have the trace, and none tells the prompt.
+fn check_log(log: &str) {
     for role in ["router", "ar-stage", "dit-worker"] {
         let prefix = format!("[{role}] ");
         let lines = log.lines().filter_map(|line| line.strip_prefix(&prefix));
@@ -142,7 +131,10 @@ async fn one_request_is_one_trace_over_all_processes_and_its_log_lines_say_so() 
         );
     }
     assert!(!log.contains("secret"), "no log line holds a prompt");
-    let lines = std::fs::read_to_string(&record).unwrap();
+}
+
+/// What is kept of the request says how to repeat it.
+fn check_record(lines: &str) {
     let line: Value = serde_json::from_str(lines.trim()).unwrap();
     for (key, value) in [
         ("request_id", json!("traced")),
@@ -165,14 +157,30 @@ async fn one_request_is_one_trace_over_all_processes_and_its_log_lines_say_so() 
         .map(|member| member["role"].as_str().unwrap())
         .collect();
     assert_eq!(roles, ["ar-stage", "dit-worker"], "{line:#}");
-    assert!(
-        members
-            .iter()
-            .all(|member| member["plan"].is_string() && member["kernels"].is_string()),
-        "{line:#}"
-    );
+    let said = |member: &Value| member["plan"].is_string() && member["kernels"].is_string();
+    assert!(members.iter().all(said), "{line:#}");
     assert!(
         !lines.contains("secret"),
         "the record repeats a request without its prompt's words"
     );
+}
+
+#[tokio::test]
+async fn one_request_is_one_trace_over_all_processes_and_its_log_lines_say_so() {
+    let collector = Collector::start().await;
+    let dir = tempfile::tempdir().unwrap();
+    let record = dir.path().join("requests.jsonl");
+    let up = traced_cluster(&collector, dir.path(), &record);
+    let wish = json!({ "prompt": "a secret boat", "size": "256x256", "steps": 3, "seed": 7, "guidance": 3.0 });
+    let request = Request::post("/v1/images/generations")
+        .header(CONTENT_TYPE, "application/json")
+        .header("traceparent", format!("00-{TRACE}-{CALLER}-01"))
+        .header("x-request-id", "traced")
+        .body(Body::from(wish.to_string()));
+    let answer = web::send(up.http(), request.unwrap()).await;
+    assert_eq!(answer.status, 200, "{}", answer.text);
+
+    check_spans(&arrived(&collector, &up).await);
+    check_log(&up.log());
+    check_record(&std::fs::read_to_string(&record).unwrap());
 }
