@@ -265,9 +265,23 @@ impl Up {
 
     /// Kills one role.
     pub fn kill(&self, role: &str) {
+        self.signal(role, Signal::KILL);
+    }
+
+    /// Makes one role stand still, until [`Up::go_on`].
+    pub fn stand_still(&self, role: &str) {
+        self.signal(role, Signal::STOP);
+    }
+
+    /// Lets one role go on.
+    pub fn go_on(&self, role: &str) {
+        self.signal(role, Signal::CONT);
+    }
+
+    fn signal(&self, role: &str, signal: Signal) {
         let children = self.children();
         let (_, pid) = children.iter().find(|(name, _)| name == role).unwrap();
-        kill_process(*pid, Signal::KILL).unwrap();
+        kill_process(*pid, signal).unwrap();
     }
 
     /// Asks for a clean stop.

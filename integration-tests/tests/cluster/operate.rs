@@ -84,10 +84,10 @@ async fn traces(up: &Up) {
     assert!(length("compute") <= length("prefill") + 1.0, "{trace}");
     assert!(length("steps") <= length("image 0") + 1.0, "{trace}");
     let total = trace["total_ms"].as_f64().unwrap();
-    assert!(
-        length("prefill") + length("image 0") <= total + 1.0,
-        "{trace}"
-    );
+    // Layers are fetched while later ones are computed, so both overlap.
+    for part in ["prefill", "image 0"] {
+        assert!(length(part) <= total + 1.0, "{part}: {trace}");
+    }
     let (_, tree) = omnictl(up, &["trace", "first"]).await;
     assert!(tree.contains("└─ decode"), "{tree}");
 }

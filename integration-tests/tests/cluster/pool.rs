@@ -13,6 +13,8 @@ use crate::harness::{Up, bounded, first_step, generate, request};
 /// By then a released prefix is gone. A lease that nobody releases lives longer: 15 s after the
 /// router's last renewal, 30 s before its first.
 const RELEASED: Duration = Duration::from_secs(10);
+/// Enough for a request that outlasts a test, and less than it takes until a worker that stands still is given up.
+const LATE: Duration = Duration::from_secs(5);
 
 async fn pool(up: &Up) -> KvTransferServiceClient<Channel> {
     let members = up.members().await;
@@ -113,9 +115,13 @@ async fn finished_cancelled_abandoned_and_late_requests_leave_the_pool_empty() {
     drop(stream);
     emptied(&mut pool, "an abandoned request").await;
 
+    // What is clearly too late is refused at once, so this one has the time, and its worker stands still.
     let mut late = Request::new(long("late"));
-    late.set_timeout(Duration::from_millis(600));
-    let stream = bounded(client.generate(late)).await.unwrap().into_inner();
+    late.set_timeout(LATE);
+    let mut stream = bounded(client.generate(late)).await.unwrap().into_inner();
+    first_step(&mut stream).await;
+    up.stand_still("dit-worker");
     assert_eq!(ended(stream).await, Code::DeadlineExceeded);
+    up.go_on("dit-worker");
     emptied(&mut pool, "a request out of time").await;
 }

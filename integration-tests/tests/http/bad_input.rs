@@ -88,7 +88,7 @@ async fn each_bad_field_of_an_image_is_named() {
     let other = with(wish("a boat"), json!({ "model": "gpt-image-1" }));
     assert_refused(IMAGES, &other, (404, BAD, Some("model"))).await;
     let late = with(wish("a boat"), json!({ "deadline": 0.01, "steps": 200 }));
-    assert_refused(IMAGES, &late, (504, "server_error", None)).await;
+    assert_refused(IMAGES, &late, (400, BAD, Some("deadline"))).await;
     let unseen = with(wish("a boat"), json!({ "partial_images": 2 }));
     assert_refused(IMAGES, &unseen, (400, BAD, Some("partial_images"))).await;
 

@@ -266,11 +266,16 @@ fn omni() -> Value {
         .map(|name| ((*name).to_owned(), number()))
         .collect();
     let image = json!({ "index": whole(), "seed": whole(), "worker": text() });
+    let prefix = json!({
+        "recomputed": whole(), "waits": whole(), "reason": text(), "cached_rows": whole(),
+    });
     let mut schema = object(json!({
         "request_id": text(), "model": text(), "size": { "type": "string", "pattern": SIZE_PATTERN },
         "n": whole(), "seed": whole(), "steps": whole(), "guidance": number(), "template": text(),
         "images": list(object(image)), "ar_stage": text(), "transport": text(),
         "transfer_bytes": whole(), "timings": object(timings.into()), "mode": text(),
+        "on_prefix_loss": { "type": "string", "enum": ["fail", "recompute", "wait"] },
+        "prefix": object(prefix),
     }));
     // Words alone have no size.
     if let Some(required) = schema["required"].as_array_mut() {
@@ -281,7 +286,7 @@ fn omni() -> Value {
         "size_fallback": { "type": "boolean" }, "reused_tokens": whole(), "system_prompt": text(),
     }));
     schema["description"] = "What was really run: effective size, seed, steps and guidance; which \
-        members worked; what carried the prefix; milliseconds, of several images the longest. Where \
+        members worked; what carried the prefix, and what became of it where it was lost; milliseconds, of several images the longest. Where \
         the model wrote or chose a size, writing says what: the text, whether the token limit cut it, \
         whether no size was named and the square one taken, the tokens of the prefix that came from \
         the text, the fingerprint of the system prompt that was used by name"
