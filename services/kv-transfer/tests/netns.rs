@@ -149,9 +149,19 @@ fn fetch_over(
     let tokens = format!("--tokens={TOKENS}");
     let path = [endpoint.as_str(), &tokens, "--phase=sealed"];
     let mut producer = Probe::start(&net.near, &words("produce", "near0", &path));
-    assert_eq!(producer.line().unwrap(), "sealed");
+    let said = producer.line().unwrap();
+    let (phase, lease) = said.split_once(' ').unwrap();
+    assert_eq!(phase, "sealed");
+    // Whoever fetches needs a pull token, which the producer's lease grants.
+    let lease = format!("--lease={lease}");
     let deadline = format!("--deadline-ms={deadline_ms}");
-    let path = [endpoint.as_str(), &tokens, "--phase=copied", &deadline];
+    let path = [
+        endpoint.as_str(),
+        &tokens,
+        "--phase=copied",
+        &deadline,
+        &lease,
+    ];
     let begun = base::clock::now();
     let mut consumer = Probe::start(&net.far, &words("consume", "far0", &path));
     harm(net);
