@@ -606,9 +606,18 @@ mod tests {
                 .step_by(4096)
                 .all(|b| *b == 1)
         );
-        assert!(peak_bytes().unwrap() >= before + (48 << 20));
+        let held = peak_bytes().unwrap();
+        assert!(held >= before + (48 << 20));
         drop(large);
-        reset_peak().unwrap();
-        assert!(peak_bytes().unwrap() < before + (48 << 20));
+        // Other tests of this process take and free memory meanwhile.
+        let forgotten = (0..200).any(|_| {
+            reset_peak().unwrap();
+            let fell = peak_bytes().unwrap() + (32 << 20) < held;
+            if !fell {
+                std::thread::sleep(std::time::Duration::from_millis(100));
+            }
+            fell
+        });
+        assert!(forgotten, "the peak stays at {held}");
     }
 }
