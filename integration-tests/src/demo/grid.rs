@@ -79,3 +79,24 @@ pub fn encode_png(picture: &RgbImage) -> io::Result<Vec<u8>> {
     writer.finish()?;
     Ok(out)
 }
+
+/// The picture of a PNG file of 8-bit RGB, which is what Omni writes.
+///
+/// # Errors
+/// When it is no PNG, or one of other pixels.
+pub fn decode_png(bytes: &[u8]) -> io::Result<RgbImage> {
+    let mut reader = png::Decoder::new(io::Cursor::new(bytes)).read_info()?;
+    let size = reader.output_buffer_size();
+    let mut data = vec![0; size.ok_or_else(|| io::Error::other("a png of no size"))?];
+    let info = reader.next_frame(&mut data)?;
+    if (info.color_type, info.bit_depth) != (png::ColorType::Rgb, png::BitDepth::Eight) {
+        let found = format!("{:?} of {:?}", info.color_type, info.bit_depth);
+        return Err(io::Error::other(found));
+    }
+    data.truncate(info.buffer_size());
+    Ok(RgbImage {
+        width: info.width as usize,
+        height: info.height as usize,
+        data,
+    })
+}

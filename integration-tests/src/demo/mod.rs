@@ -4,6 +4,6 @@ mod grid;
 mod set;
 mod studio;
 
-pub use grid::{contact_sheet, encode_png};
+pub use grid::{contact_sheet, decode_png, encode_png};
 pub use set::{DemoEdit, DemoPrompt, DemoSet, EditKind, PictureFormat, checkpoint_dir};
 pub use studio::{MAX_NEW_TOKENS, SEED, Studio, psnr};

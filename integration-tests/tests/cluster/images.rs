@@ -1,15 +1,16 @@
 //! What comes out is what the model makes, whatever carried the prefix and whoever shared the batch.
+use integration_tests::demo::decode_png;
 use proto::v1::{GenerateRequest, SizePolicy};
 
 use crate::{
     harness::{Answer, Up, generate, refused, request},
-    reference::{decode_png, model, picture},
+    reference::{model, picture},
 };
 
 /// The answer must be the picture that the model makes of `request` on its own.
 fn assert_same(answer: &Answer, request: &GenerateRequest) {
     let expected = picture(request);
-    let image = decode_png(&answer.image.png);
+    let image = decode_png(&answer.image.png).unwrap();
     assert_eq!(
         (image.width, image.height),
         (expected.width, expected.height)
@@ -74,7 +75,7 @@ async fn over_ranks_that_add_up_parts_the_image_is_within_one_grey_level() {
     let up = Up::start_with("shm", &plans);
     let request = request("a dog");
     let answer = generate(&up, request.clone()).await.unwrap();
-    let (image, expected) = (decode_png(&answer.image.png), picture(&request));
+    let (image, expected) = (decode_png(&answer.image.png).unwrap(), picture(&request));
     assert_eq!(image.data.len(), expected.data.len());
     let pixels = image.data.iter().zip(&expected.data);
     let off: Vec<u8> = pixels.map(|(a, b)| a.abs_diff(*b)).collect();

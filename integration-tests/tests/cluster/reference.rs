@@ -58,22 +58,3 @@ pub(crate) fn picture(request: &GenerateRequest) -> RgbImage {
         .decode(&RankContext::single(), &job.latents().unwrap())
         .unwrap()
 }
-
-/// The pixels of a PNG.
-pub(crate) fn decode_png(bytes: &[u8]) -> RgbImage {
-    let mut reader = png::Decoder::new(std::io::Cursor::new(bytes))
-        .read_info()
-        .unwrap();
-    let mut data = vec![0; reader.output_buffer_size().unwrap()];
-    let info = reader.next_frame(&mut data).unwrap();
-    assert_eq!(
-        (info.color_type, info.bit_depth),
-        (png::ColorType::Rgb, png::BitDepth::Eight)
-    );
-    data.truncate(info.buffer_size());
-    RgbImage {
-        width: info.width as usize,
-        height: info.height as usize,
-        data,
-    }
-}

@@ -4,7 +4,7 @@
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use integration_tests::{
     cluster::{Up, bounded},
-    demo::{DemoEdit, DemoPrompt, MAX_NEW_TOKENS, SEED, checkpoint_dir, encode_png},
+    demo::{DemoEdit, DemoPrompt, MAX_NEW_TOKENS, SEED, checkpoint_dir, decode_png, encode_png},
     scene::{draw, judge, read},
     web,
 };
@@ -61,16 +61,7 @@ async fn generate(request: GenerateRequest) -> Told {
 }
 
 fn pixels(png: &[u8]) -> RgbImage {
-    let mut reader = png::Decoder::new(std::io::Cursor::new(png))
-        .read_info()
-        .unwrap();
-    let mut data = vec![0; reader.output_buffer_size().unwrap()];
-    let info = reader.next_frame(&mut data).unwrap();
-    RgbImage {
-        width: info.width as usize,
-        height: info.height as usize,
-        data,
-    }
+    decode_png(png).unwrap()
 }
 
 /// A request whose prompt the model rewrites, and whose size it names.

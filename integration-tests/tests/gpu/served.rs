@@ -4,7 +4,7 @@ use std::sync::OnceLock;
 
 use futures_util::future::join_all;
 use integration_tests::cluster::{Up, bounded};
-use integration_tests::demo::{DemoPrompt, DemoSet, SEED, checkpoint_dir};
+use integration_tests::demo::{DemoPrompt, DemoSet, SEED, checkpoint_dir, decode_png};
 use integration_tests::scene::{judge, read};
 use model::RgbImage;
 use proto::v1::{GenerateRequest, InputImage, Mode, generate_response::Event, input_image::Source};
@@ -48,16 +48,7 @@ async fn png(request: GenerateRequest) -> Vec<u8> {
 }
 
 fn pixels(png: &[u8]) -> RgbImage {
-    let mut reader = png::Decoder::new(std::io::Cursor::new(png))
-        .read_info()
-        .unwrap();
-    let mut data = vec![0; reader.output_buffer_size().unwrap()];
-    let info = reader.next_frame(&mut data).unwrap();
-    RgbImage {
-        width: info.width as usize,
-        height: info.height as usize,
-        data,
-    }
+    decode_png(png).unwrap()
 }
 
 /// All at once, so that they share steps, and then one after the other.

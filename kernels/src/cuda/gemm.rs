@@ -7,7 +7,7 @@
 //! one stream.
 
 use super::error::Result;
-use super::gemm_launch::{ANY, After, Product};
+use super::gemm_launch::{ANY, Product};
 use super::norm::E4m3Rows;
 use super::tensor::{GpuTensor, GpuType};
 
@@ -21,16 +21,6 @@ pub enum Finish<'a> {
     SwiGlu,
     /// Plus this, bf16 `[rows, n]`; it may be `out`.
     Add(&'a GpuTensor),
-}
-
-impl<'a> From<Finish<'a>> for After<'a> {
-    fn from(finish: Finish<'a>) -> Self {
-        match finish {
-            Finish::Store => Self::Store,
-            Finish::SwiGlu => Self::SwiGlu,
-            Finish::Add(residual) => Self::Add(residual),
-        }
-    }
 }
 
 /// `out = finish(a . w^T)` with `a [rows, k]` and `w [n, k]` in bf16; k and n (n / 2 with SwiGLU) are
@@ -49,7 +39,7 @@ pub fn gemm(out: &GpuTensor, a: &GpuTensor, w: &GpuTensor, finish: Finish<'_>) -
         w: &w,
         offsets: None,
         scales: None,
-        finish: finish.into(),
+        finish,
     }
     .run()
 }
@@ -77,7 +67,7 @@ pub fn grouped_gemm(
         w,
         offsets: Some(offsets),
         scales: None,
-        finish: finish.into(),
+        finish,
     }
     .run()
 }
@@ -107,7 +97,7 @@ pub fn gemm_fp8(
         w: &values,
         offsets: None,
         scales,
-        finish: finish.into(),
+        finish,
     }
     .run()
 }
@@ -133,7 +123,7 @@ pub fn grouped_gemm_fp8(
         w: w.codes,
         offsets: Some(offsets),
         scales,
-        finish: finish.into(),
+        finish,
     }
     .run()
 }

@@ -3,6 +3,7 @@
 use cudarc::driver::{DeviceRepr, LaunchConfig, PushKernelArg};
 
 use super::error::{Result, argument, shape};
+use super::gemm::Finish;
 use super::launch::{aligned, int};
 use super::map::TensorMap;
 use super::tensor::{GpuTensor, GpuType};
@@ -80,20 +81,6 @@ impl Tiles {
     }
 }
 
-/// What follows a product.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum After<'a> {
-    Store,
-    Add(&'a GpuTensor),
-    SwiGlu,
-}
-
-impl After<'_> {
-    fn halves(self) -> bool {
-        matches!(self, Self::SwiGlu)
-    }
-}
-
 /// One product, with `w [groups, n, k]`.
 pub(super) struct Product<'a> {
     pub(super) op: &'static str,
@@ -103,7 +90,7 @@ pub(super) struct Product<'a> {
     pub(super) offsets: Option<&'a GpuTensor>,
     /// Of the rows of `a` and of the rows of `w`.
     pub(super) scales: Option<(&'a GpuTensor, &'a GpuTensor)>,
-    pub(super) finish: After<'a>,
+    pub(super) finish: Finish<'a>,
 }
 
 impl Product<'_> {
@@ -144,21 +131,21 @@ impl Product<'_> {
     fn kernel(&self, tiles: Tiles) -> Result<(&'static str, &'static str)> {
         let float = self.out.dtype() == GpuType::F32;
         let (file, [wide, narrow]) = match (self.scales.is_some(), self.finish, float) {
-            (false, After::Store, false) => ("gemm_bf16", ["gemm_bf16", "gemm_bf16_narrow"]),
-            (false, After::Store, true) => {
+            (false, Finish::Store, false) => ("gemm_bf16", ["gemm_bf16", "gemm_bf16_narrow"]),
+            (false, Finish::Store, true) => {
                 ("gemm_bf16", ["gemm_bf16_float", "gemm_bf16_float_narrow"])
             }
-            (false, After::SwiGlu, false) => {
+            (false, Finish::SwiGlu, false) => {
                 ("gemm_bf16", ["gemm_bf16_swiglu", "gemm_bf16_swiglu_narrow"])
             }
-            (false, After::Add(_), false) => {
+            (false, Finish::Add(_), false) => {
                 ("gemm_bf16", ["gemm_bf16_add", "gemm_bf16_add_narrow"])
             }
-            (true, After::Store, false) => ("gemm_fp8", ["gemm_fp8", "gemm_fp8_narrow"]),
-            (true, After::SwiGlu, false) => {
+            (true, Finish::Store, false) => ("gemm_fp8", ["gemm_fp8", "gemm_fp8_narrow"]),
+            (true, Finish::SwiGlu, false) => {
                 ("gemm_fp8", ["gemm_fp8_swiglu", "gemm_fp8_swiglu_narrow"])
             }
-            (true, After::Add(_), false) => ("gemm_fp8", ["gemm_fp8_add", "gemm_fp8_add_narrow"]),
+            (true, Finish::Add(_), false) => ("gemm_fp8", ["gemm_fp8_add", "gemm_fp8_add_narrow"]),
             _ => return Err(argument(self.op, "out", "must be bf16 for this product")),
         };
         Ok((file, if tiles == WIDE { wide } else { narrow }))
@@ -193,12 +180,12 @@ impl Product<'_> {
             arguments.offsets = offsets.address();
         }
         match self.finish {
-            After::Add(residual) => {
+            Finish::Add(residual) => {
                 residual.expect(op, "residual", &[rows, n], GpuType::Bf16)?;
                 aligned(op, &[("residual", residual)])?;
                 arguments.residual = residual.address();
             }
-            After::Store | After::SwiGlu => {}
+            Finish::Store | Finish::SwiGlu => {}
         }
         if let Some((of_rows, of_columns)) = self.scales {
             of_rows.expect(op, "a scales", &[self.a.dim(0)], GpuType::F32)?;
@@ -213,10 +200,11 @@ impl Product<'_> {
     /// Columns of `out`, which has rows of whole 16 bytes.
     fn columns(&self) -> Result<usize> {
         let (op, n) = (self.op, self.w.dim(1));
-        if self.finish.halves() && !n.is_multiple_of(2) {
+        let halves = matches!(self.finish, Finish::SwiGlu);
+        if halves && !n.is_multiple_of(2) {
             return Err(shape(op, "w", "an even number of features", self.w.shape()));
         }
-        let columns = if self.finish.halves() { n / 2 } else { n };
+        let columns = if halves { n / 2 } else { n };
         if !columns.is_multiple_of(8) {
             let expected = "a multiple of 8 columns of out";
             return Err(shape(op, "w", expected, self.w.shape()));

@@ -128,22 +128,11 @@ impl Tls {
     /// Follows the files for as long as it is polled. Files that do not fit together (they are replaced
     /// one after the other) are looked at again at the next turn.
     pub async fn follow(self: Arc<Self>) {
-        let mut said = None;
-        loop {
-            tokio::time::sleep(POLL).await;
-            match self.reload() {
-                Ok(false) => {}
-                Ok(true) => {
-                    said = None;
-                    tracing::info!("certificates were read again");
-                }
-                Err(error) if said.as_ref() == Some(&error) => {}
-                Err(error) => {
-                    tracing::warn!(%error, "the certificates in use stay in use");
-                    said = Some(error);
-                }
-            }
-        }
+        let told = |outcome: Result<(), &TlsError>| match outcome {
+            Ok(()) => tracing::info!("certificates were read again"),
+            Err(error) => tracing::warn!(%error, "the certificates in use stay in use"),
+        };
+        base::follow(POLL, || self.reload(), told).await;
     }
 
     fn now(&self) -> Arc<Loaded> {

@@ -42,29 +42,17 @@ pub struct ArStageConfig {
     pub max_queue: usize,
 }
 
-/// What the GPUs of a stage load.
-#[cfg(feature = "cuda")]
-pub(crate) type OnGpus = stage::GpuLoad;
-/// Never there in this build.
-#[cfg(not(feature = "cuda"))]
-pub(crate) type OnGpus = std::convert::Infallible;
-
 impl ArStageConfig {
     /// Whether the device is there and the model fits it, as far as that can be said without loading.
     ///
     /// # Errors
     /// `Config` naming the setting at fault.
     pub fn check(&self) -> Result<(), StageError> {
-        self.device.check(&self.plan)?;
-        match self.on_gpus()? {
-            #[cfg(feature = "cuda")]
-            Some(load) => load.check(),
-            _ => Ok(()),
-        }
+        self.device.check_load(&self.plan, || self.on_gpus())
     }
 
     /// What the GPUs load, where the stage has any.
-    pub(crate) fn on_gpus(&self) -> Result<Option<OnGpus>, StageError> {
+    pub(crate) fn on_gpus(&self) -> Result<Option<stage::OnGpus>, StageError> {
         let Device::Cuda(settings) = &self.device else {
             return Ok(None);
         };
@@ -76,20 +64,15 @@ impl ArStageConfig {
     }
 
     #[cfg(not(feature = "cuda"))]
-    fn gpu_load(&self, _: &stage::GpuSettings) -> Result<Option<OnGpus>, StageError> {
+    fn gpu_load(&self, _: &stage::GpuSettings) -> Result<Option<stage::OnGpus>, StageError> {
         self.device.check(&self.plan).map(|()| None)
     }
 
     #[cfg(feature = "cuda")]
-    fn gpu_load(&self, settings: &stage::GpuSettings) -> Result<Option<OnGpus>, StageError> {
+    fn gpu_load(&self, settings: &stage::GpuSettings) -> Result<Option<stage::OnGpus>, StageError> {
         let config = model::ModelConfig::from_dir(&self.model)?;
-        let buckets = model::model::resolution_group(&config)?;
-        let cell = config.pixels_per_token();
-        let area = |bucket: &model::Bucket| {
-            let (height, width) = bucket.grid(cell);
-            height * width
-        };
-        let largest = buckets.buckets().iter().map(area).max().unwrap_or(0);
+        let (height, width) = stage::largest_grid(&config)?;
+        let largest = height * width;
         // A shown picture is computed in one piece: its own tokens, and those of the vision transformer.
         let shown = largest + config.vit_processor.max_num_patches + AROUND_PICTURE;
         Ok(Some(stage::GpuLoad {

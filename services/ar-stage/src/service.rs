@@ -268,26 +268,6 @@ impl ArStage {
     }
 }
 
-/// The ranks of the stage, on whatever it computes on.
-fn opened(
-    dir: &std::path::Path,
-    load: RankLoad,
-    device: Option<crate::OnGpus>,
-) -> Result<Ranks, StageError> {
-    match device {
-        #[cfg(feature = "cuda")]
-        Some(gpus) => {
-            // The vision transformer computes beside the GPUs.
-            let host = Parts {
-                vit: true,
-                ..Parts::NONE
-            };
-            Ranks::on_gpus(&gpus, host)
-        }
-        _ => Ranks::open(dir, load),
-    }
-}
-
 /// What a request's reader is sent.
 type Events = mpsc::Sender<Result<Answer<Lease>, Status>>;
 
@@ -327,7 +307,13 @@ impl Stage for ArStage {
                     residency: model::Residency::All,
                     tiles: model::vae::Tiles::Whole,
                 };
-                let ranks = Arc::new(opened(&dir, load, device)?);
+                // The vision transformer computes beside the GPUs.
+                let host = Parts {
+                    vit: true,
+                    ..Parts::NONE
+                };
+                let gpus = device.map(|gpus| (gpus, host));
+                let ranks = Arc::new(Ranks::open_on(gpus, (&dir, load))?);
                 work::warm_up(&ranks)?;
                 Ok::<_, StageError>(ranks)
             })

@@ -65,29 +65,17 @@ pub struct DitWorkerConfig {
     pub max_queue: usize,
 }
 
-/// What the GPUs of a worker load.
-#[cfg(feature = "cuda")]
-pub(crate) type OnGpus = stage::GpuLoad;
-/// Never there in this build.
-#[cfg(not(feature = "cuda"))]
-pub(crate) type OnGpus = std::convert::Infallible;
-
 impl DitWorkerConfig {
     /// Whether the device is there and the model fits it, as far as that can be said without loading.
     ///
     /// # Errors
     /// `Config` naming the setting at fault.
     pub fn check(&self) -> Result<(), StageError> {
-        self.device.check(&self.plan)?;
-        match self.on_gpus()? {
-            #[cfg(feature = "cuda")]
-            Some(load) => load.check(),
-            _ => Ok(()),
-        }
+        self.device.check_load(&self.plan, || self.on_gpus())
     }
 
     /// What the GPUs load, where the worker has any.
-    pub(crate) fn on_gpus(&self) -> Result<Option<OnGpus>, StageError> {
+    pub(crate) fn on_gpus(&self) -> Result<Option<stage::OnGpus>, StageError> {
         let Device::Cuda(settings) = &self.device else {
             return Ok(None);
         };
@@ -108,20 +96,15 @@ impl DitWorkerConfig {
     }
 
     #[cfg(not(feature = "cuda"))]
-    fn gpu_load(&self, _: &stage::GpuSettings) -> Result<Option<OnGpus>, StageError> {
+    fn gpu_load(&self, _: &stage::GpuSettings) -> Result<Option<stage::OnGpus>, StageError> {
         self.device.check(&self.plan).map(|()| None)
     }
 
     #[cfg(feature = "cuda")]
-    fn gpu_load(&self, settings: &stage::GpuSettings) -> Result<Option<OnGpus>, StageError> {
+    fn gpu_load(&self, settings: &stage::GpuSettings) -> Result<Option<stage::OnGpus>, StageError> {
         let config = model::ModelConfig::from_dir(&self.model)?;
-        let buckets = model::model::resolution_group(&config)?;
-        let cell = config.pixels_per_token();
-        let area = |bucket: &model::Bucket| {
-            let (height, width) = bucket.grid(cell);
-            height * width
-        };
-        let largest = buckets.buckets().iter().map(area).max().unwrap_or(0);
+        let (height, width) = stage::largest_grid(&config)?;
+        let largest = height * width;
         // A job beyond the limits of a step still runs, alone.
         let alone = 2 * (largest + MAX_SPECIALS);
         let rows = self.limits.max_rows + 2 * FETCHED_AHEAD;

@@ -366,19 +366,6 @@ fn ledger(
     Ledger::new(costs, memory)
 }
 
-/// The ranks of the worker, on whatever it computes on.
-fn opened(
-    dir: &std::path::Path,
-    load: RankLoad,
-    device: Option<crate::OnGpus>,
-) -> Result<Ranks, StageError> {
-    match device {
-        #[cfg(feature = "cuda")]
-        Some(gpus) => Ranks::on_gpus(&gpus, Parts::NONE),
-        _ => Ranks::open(dir, load),
-    }
-}
-
 /// The work's result, unless the worker stops first.
 async fn or_stop<T>(
     stop: &CancellationToken,
@@ -470,7 +457,8 @@ impl Stage for DitWorker {
                     residency,
                     tiles,
                 };
-                let ranks = opened(&dir, load, device)?;
+                let gpus = device.map(|gpus| (gpus, Parts::NONE));
+                let ranks = Ranks::open_on(gpus, (&dir, load))?;
                 let cache = cache.of_model(&dir)?;
                 let ranks = Arc::new(ranks);
                 let ledger = ledger(&ranks, &cache, memory)?;

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use model::{
-    JobOptions, LoadOptions, Model, StepCache, Tea, Template,
+    DenoiseJob, JobOptions, LoadOptions, Model, ModelError, StepCache, Tea, Template,
     diffusion::TEA_FILE,
     pipeline::{Numbers, Pipeline, Words},
     preview::{self, LinearPreview},
@@ -77,7 +77,7 @@ impl<'a> Tuner<'a> {
         &self,
         steps: usize,
         options: &JobOptions,
-        mut work: impl FnMut(&Model, model::DenoiseJob) -> Result<(), model::ModelError>,
+        mut work: impl FnMut(&Model, DenoiseJob) -> Result<(), ModelError>,
     ) -> Result<(), OmniError> {
         let given: Vec<&str> = self.args.prompt.iter().map(String::as_str).collect();
         let prompts = if given.is_empty() {
@@ -87,22 +87,7 @@ impl<'a> Tuner<'a> {
         };
         let pipeline = Pipeline::new(&self.model, &self.ctx);
         for (seed, prompt) in (self.args.seed..).zip(prompts) {
-            let words = Words {
-                prompt,
-                system_prompt: None,
-                template: Template::Pretrain,
-                drop_think: false,
-            };
-            let numbers = Numbers {
-                steps,
-                guidance: self.model.info().default_guidance,
-                seed,
-                options: options.clone(),
-            };
-            let side = self.model.config().image_base_size;
-            let bucket = self.model.buckets().nearest(side, side).map_err(failed)?;
-            let layout = pipeline.image_layout(&words, None, &[], bucket);
-            let job = layout.and_then(|layout| pipeline.job(&layout, &[], &numbers));
+            let job = square_job(&self.model, &pipeline, (prompt, seed, steps), options);
             job.and_then(|job| work(&self.model, job)).map_err(failed)?;
         }
         Ok(())
@@ -118,6 +103,31 @@ impl<'a> Tuner<'a> {
             .map_err(|error| OmniError::io(format!("write {}", path.display()), error))?;
         Ok(path)
     }
+}
+
+/// A job of the model's square size and default guidance, from a prompt, a seed and a number of steps.
+pub(crate) fn square_job(
+    model: &Model,
+    pipeline: &Pipeline<'_>,
+    (prompt, seed, steps): (&str, u64, usize),
+    options: &JobOptions,
+) -> Result<DenoiseJob, ModelError> {
+    let words = Words {
+        prompt,
+        system_prompt: None,
+        template: Template::Pretrain,
+        drop_think: false,
+    };
+    let numbers = Numbers {
+        steps,
+        guidance: model.info().default_guidance,
+        seed,
+        options: options.clone(),
+    };
+    let side = model.config().image_base_size;
+    let bucket = model.buckets().nearest(side, side)?;
+    let layout = pipeline.image_layout(&words, None, &[], bucket)?;
+    pipeline.job(&layout, &[], &numbers)
 }
 
 /// Measures how what the decoder adds changes with the time modulation, and fits the polynomial.

@@ -201,7 +201,8 @@ fn describe(member: &Member) -> String {
     }
 }
 
-fn state_name(member: &Member) -> &'static str {
+/// As operators read it.
+pub(crate) fn state_name(member: &Member) -> &'static str {
     match member.state() {
         MemberState::Starting => "starting",
         MemberState::Ready => "ready",

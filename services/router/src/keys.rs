@@ -114,22 +114,13 @@ impl ApiKeys {
 
     /// Follows the file for as long as it is polled.
     pub(crate) async fn follow(self: Arc<Self>) {
-        let mut said = None;
-        loop {
-            tokio::time::sleep(POLL).await;
-            match self.reload() {
-                Ok(false) => {}
-                Ok(true) => {
-                    said = None;
-                    tracing::info!(keys = self.now().grants.len(), "API keys were read again");
-                }
-                Err(error) if said.as_ref() == Some(&error) => {}
-                Err(error) => {
-                    tracing::warn!(%error, "the API keys in force stay in force");
-                    said = Some(error);
-                }
+        let told = |outcome: Result<(), &KeysError>| match outcome {
+            Ok(()) => {
+                tracing::info!(keys = self.now().grants.len(), "API keys were read again");
             }
-        }
+            Err(error) => tracing::warn!(%error, "the API keys in force stay in force"),
+        };
+        base::follow(POLL, || self.reload(), told).await;
     }
 
     /// What a key stands for, if it is known.

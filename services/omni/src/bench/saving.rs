@@ -3,15 +3,12 @@ use std::path::PathBuf;
 
 use base::clock;
 use clap::Args;
-use model::{
-    JobOptions, LoadOptions, Model, StepCache, Template,
-    pipeline::{Numbers, Pipeline, Words},
-};
+use model::{JobOptions, LoadOptions, Model, StepCache, pipeline::Pipeline};
 use parallel::RankContext;
 use serde_json::json;
 
 use super::{bad, json as print, median, model_error};
-use crate::error::OmniError;
+use crate::{error::OmniError, tune::square_job};
 
 /// Most prompts and caches.
 const MAX_PROMPTS: usize = 256;
@@ -106,25 +103,11 @@ fn draw(
 ) -> Result<Drawn, OmniError> {
     let ctx = RankContext::single();
     let pipeline = Pipeline::new(model, &ctx);
-    let words = Words {
-        prompt,
-        system_prompt: None,
-        template: Template::Pretrain,
-        drop_think: false,
+    let options = JobOptions {
+        cache: cache.clone(),
+        ..JobOptions::default()
     };
-    let numbers = Numbers {
-        steps,
-        guidance: model.info().default_guidance,
-        seed,
-        options: JobOptions {
-            cache: cache.clone(),
-            ..JobOptions::default()
-        },
-    };
-    let side = model.config().image_base_size;
-    let bucket = model.buckets().nearest(side, side).map_err(model_error)?;
-    let layout = pipeline.image_layout(&words, None, &[], bucket);
-    let job = layout.and_then(|layout| pipeline.job(&layout, &[], &numbers));
+    let job = square_job(model, &pipeline, (prompt, seed, steps), &options);
     let mut job = job.map_err(model_error)?;
     let start = clock::now();
     let latents = pipeline.finish(&mut job).map_err(model_error)?;

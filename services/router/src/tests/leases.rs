@@ -20,15 +20,15 @@ const TTL: Duration = Duration::from_millis(1_500);
 /// Renewals within it.
 const RENEWALS: usize = 3;
 
-struct Stages {
-    cluster: Cluster,
-    ar: Script,
-    dit: Script,
+pub(super) struct Stages {
+    pub(super) cluster: Cluster,
+    pub(super) ar: Script,
+    pub(super) dit: Script,
     _stages: [fake::Stage; 2],
 }
 
 /// A router whose prefixes live [`TTL`], and two stages.
-async fn stages(dit: Script) -> Stages {
+pub(super) async fn stages(dit: Script) -> Stages {
     let cluster = Cluster::configured(|config| config.prefix_ttl = TTL).await;
     let ar = Script::new([]);
     let stages = [

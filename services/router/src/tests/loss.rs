@@ -1,5 +1,4 @@
 //! What follows when a prefix does not come to its worker: what the request says.
-use std::time::Duration;
 
 use base::{Code, Failure};
 use proto::{
@@ -9,36 +8,11 @@ use proto::{
 use registry::Role;
 
 use super::{
-    Cluster, collect,
+    collect,
     fake::{self, Act, Script, away},
+    leases::{Stages, stages},
     request,
 };
-
-/// Long enough for a busy machine to renew in time, short enough to be outlived in a test.
-const TTL: Duration = Duration::from_millis(1_500);
-
-struct Stages {
-    cluster: Cluster,
-    ar: Script,
-    dit: Script,
-    _stages: [fake::Stage; 2],
-}
-
-async fn stages(dit: Script) -> Stages {
-    let cluster = Cluster::configured(|config| config.prefix_ttl = TTL).await;
-    let ar = Script::new([]);
-    let stages = [
-        fake::join(&cluster, Role::ArStage, "ar", &ar).await,
-        fake::join(&cluster, Role::DitWorker, "dit", &dit).await,
-    ];
-    cluster.members(2).await;
-    Stages {
-        cluster,
-        ar,
-        dit,
-        _stages: stages,
-    }
-}
 
 fn wish(policy: LossPolicy) -> GenerateRequest {
     GenerateRequest {

@@ -76,7 +76,31 @@ impl fmt::Display for Device {
     }
 }
 
+/// What the GPUs of a stage load.
+#[cfg(feature = "cuda")]
+pub type OnGpus = crate::GpuLoad;
+/// Never there in this build.
+#[cfg(not(feature = "cuda"))]
+pub type OnGpus = std::convert::Infallible;
+
 impl Device {
+    /// [`Device::check`], and whether what `load` says fits, as far as that can be said without loading.
+    ///
+    /// # Errors
+    /// `Config` naming the setting at fault.
+    pub fn check_load(
+        &self,
+        plan: &Plan,
+        load: impl FnOnce() -> Result<Option<OnGpus>, StageError>,
+    ) -> Result<(), StageError> {
+        self.check(plan)?;
+        match load()? {
+            #[cfg(feature = "cuda")]
+            Some(load) => load.check(),
+            _ => Ok(()),
+        }
+    }
+
     /// Whether this build can compute on it, and how many ranks it is for.
     ///
     /// # Errors

@@ -17,7 +17,7 @@ use model::{
 use parallel::Plan;
 use telemetry::{Metrics, names};
 
-use crate::{RANK_PATIENCE, StageError, device::GpuSettings, engine::guard};
+use crate::{RANK_PATIENCE, StageError, device::GpuSettings, engine::guard, ranks::gathered};
 
 /// Prefix tokens of the smallest load that a stage must have room for: two rows of a long prompt.
 const LEAST_PREFIX: usize = 4096;
@@ -151,7 +151,7 @@ impl GpuLoad {
     }
 
     fn needs(&self, config: &ModelConfig, plan: &Plan) -> Result<GpuNeeds, StageError> {
-        let largest = largest_latents(config)?;
+        let largest = largest_grid(config)?;
         let vae = (self.vae, largest.0 * largest.1);
         Ok(GpuNeeds::new(config, plan, &self.options(), vae)?)
     }
@@ -253,7 +253,7 @@ impl GpuRanks {
         // A handle of its own has a stream of its own: pictures are decoded beside the steps.
         let beside = Gpu::open(fit.ordinals[0]).map_err(refused)?;
         let mut vae = GpuVae::open(&beside, &load.dir, load.vae)?;
-        let (height, width) = largest_latents(config)?;
+        let (height, width) = largest_grid(config)?;
         vae.reserve(height, width)?;
         let first = &models[0];
         let reserve = PictureBytes {
@@ -369,19 +369,7 @@ impl GpuRanks {
         if results.iter().any(Result::is_err) && self.models.len() > 1 {
             self.meet()?;
         }
-        let of_another = |error: &StageError| {
-            let ended = |e: &ModelError| matches!(e, ModelError::Gpu(CudaError::GroupEnded { .. }));
-            matches!(error, StageError::Model(error) if ended(error))
-        };
-        let (mut all, mut errors) = (Vec::with_capacity(results.len()), Vec::new());
-        for result in results {
-            match result {
-                Ok(value) => all.push(value),
-                Err(error) => errors.push(error),
-            }
-        }
-        errors.sort_by_key(of_another);
-        errors.into_iter().next().map_or(Ok(all), Err)
+        gathered(results)
     }
 
     fn model(&self, rank: usize) -> MutexGuard<'_, GpuModel> {
@@ -442,8 +430,11 @@ fn together<I: Send, T: Send>(
     })
 }
 
-/// Height and width of the largest picture's latents, by positions.
-fn largest_latents(config: &ModelConfig) -> Result<(usize, usize), StageError> {
+/// Rows and columns of image tokens of the largest picture, which are also the positions of its latents.
+///
+/// # Errors
+/// A model without sizes.
+pub fn largest_grid(config: &ModelConfig) -> Result<(usize, usize), StageError> {
     let cell = config.pixels_per_token();
     let buckets = model::model::resolution_group(config)?;
     let grids = buckets.buckets().iter().map(|bucket| bucket.grid(cell));

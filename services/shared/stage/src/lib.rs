@@ -13,12 +13,12 @@ pub mod info;
 mod ranks;
 mod rendezvous;
 
-pub use device::{Device, GpuSettings};
+pub use device::{Device, GpuSettings, OnGpus};
 pub use engine::Engine;
 pub use error::{StageError, model_code};
 pub use gate::Gate;
 #[cfg(feature = "cuda")]
-pub use gpu::{GpuLoad, GpuRanks};
+pub use gpu::{GpuLoad, GpuRanks, largest_grid};
 pub use host::{HostConfig, Stage};
 pub use ranks::{MAX_LOCAL_RANKS, RANK_PATIENCE, RankLoad, Ranks};
 pub use rendezvous::RegistryRendezvous;

@@ -15,7 +15,7 @@ use model::{
 };
 use parallel::{ParallelError, Plan, RankContext, collective::threads};
 
-use crate::{StageError, engine::guard};
+use crate::{OnGpus, StageError, engine::guard};
 
 /// Longest wait of one rank for another within a step. Ranks of one process do the same work at the same
 /// time, so only a defect reaches this.
@@ -103,12 +103,27 @@ impl Ranks {
         })
     }
 
+    /// Opens a checkpoint on whatever computes; with GPUs goes what is loaded on the processor beside them.
+    ///
+    /// # Errors
+    /// Those of [`Ranks::open`], or of the GPUs and of the parts on the processor.
+    pub fn open_on(
+        gpus: Option<(OnGpus, Parts)>,
+        (dir, load): (&Path, RankLoad),
+    ) -> Result<Self, StageError> {
+        match gpus {
+            #[cfg(feature = "cuda")]
+            Some((gpus, host)) => Self::on_gpus(&gpus, host),
+            _ => Self::open(dir, load),
+        }
+    }
+
     /// Opens a checkpoint on GPUs; `host` is what is loaded on the processor beside them.
     ///
     /// # Errors
     /// Those of [`crate::GpuRanks::open`], and of the parts on the processor.
     #[cfg(feature = "cuda")]
-    pub fn on_gpus(load: &crate::GpuLoad, host: Parts) -> Result<Self, StageError> {
+    fn on_gpus(load: &crate::GpuLoad, host: Parts) -> Result<Self, StageError> {
         let gpus = crate::GpuRanks::open(load)?;
         let options = LoadOptions {
             parts: host,
@@ -237,7 +252,7 @@ fn connect(plan: &Plan) -> Result<Vec<RankContext>, StageError> {
 }
 
 /// All results, or the error that explains the others.
-fn gathered<T>(results: Vec<Result<T, StageError>>) -> Result<Vec<T>, StageError> {
+pub(crate) fn gathered<T>(results: Vec<Result<T, StageError>>) -> Result<Vec<T>, StageError> {
     let (mut all, mut errors) = (Vec::with_capacity(results.len()), Vec::new());
     for result in results {
         match result {
@@ -245,16 +260,23 @@ fn gathered<T>(results: Vec<Result<T, StageError>>) -> Result<Vec<T>, StageError
             Err(error) => errors.push(error),
         }
     }
-    let of_another = |error: &StageError| {
-        matches!(
-            error,
-            StageError::Model(ModelError::Ranks(
-                ParallelError::Aborted { .. } | ParallelError::Left { .. }
-            ))
-        )
-    };
     errors.sort_by_key(of_another);
     errors.into_iter().next().map_or(Ok(all), Err)
+}
+
+/// Whether a rank only tells that another one failed.
+fn of_another(error: &StageError) -> bool {
+    match error {
+        StageError::Model(ModelError::Ranks(error)) => matches!(
+            error,
+            ParallelError::Aborted { .. } | ParallelError::Left { .. }
+        ),
+        #[cfg(feature = "cuda")]
+        StageError::Model(ModelError::Gpu(error)) => {
+            matches!(error, kernels::cuda::CudaError::GroupEnded { .. })
+        }
+        _ => false,
+    }
 }
 
 #[cfg(test)]

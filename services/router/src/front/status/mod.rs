@@ -34,7 +34,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::{Caller, Context};
-use crate::{dispatch::Answer, placement::role_name};
+use crate::{dispatch::Answer, events::state_name, placement::role_name};
 
 const PAGE: &str = include_str!("page.html");
 /// Requests and events that the page shows.
@@ -161,15 +161,6 @@ async fn cluster(State(desk): Shared) -> Response {
         "events": last.map(event).collect::<Value>(),
     });
     guarded(Json(body).into_response())
-}
-
-fn state_name(member: &Member) -> &'static str {
-    match member.state() {
-        MemberState::Starting => "starting",
-        MemberState::Ready => "ready",
-        MemberState::Draining => "draining",
-        MemberState::Unspecified => "unspecified",
-    }
 }
 
 fn member(member: &Member) -> Value {

@@ -34,18 +34,26 @@ pub(super) fn check(
     })
 }
 
-/// Bytes on the GPU of a rank, keys and values included; the VAE is opened by itself.
+/// Bytes on the GPU of a rank, keys and values included.
 fn needed(
     config: &ModelConfig,
     share: &GpuShare,
     options: GpuOptions,
 ) -> Result<usize, ModelError> {
+    Ok(needs(config, share, options)?.total() + options.kv_bytes)
+}
+
+/// What a rank needs without keys and values; the VAE is opened by itself.
+fn needs(
+    config: &ModelConfig,
+    share: &GpuShare,
+    options: GpuOptions,
+) -> Result<GpuNeeds, ModelError> {
     let none = GpuVaeParts {
         decoder: false,
         encoder: false,
     };
-    let needs = GpuNeeds::of_share(config, share, &options, (none, 0))?;
-    Ok(needs.total() + options.kv_bytes)
+    GpuNeeds::of_share(config, share, &options, (none, 0))
 }
 
 /// What would fit, in words.
@@ -58,13 +66,8 @@ fn instead(config: &ModelConfig, share: &GpuShare, options: GpuOptions, free: us
         ways.push("fp8 weights".to_owned());
     }
     let layers = share.shard().layers().len();
-    let most = options.resident_layers.unwrap_or(layers).min(layers);
-    let fewer = (0..most).rev().find(|resident| {
-        let mut fewer = options;
-        fewer.resident_layers = Some(*resident);
-        fits(share, fewer)
-    });
-    if let Some(resident) = fewer {
+    let needs = needs(config, share, options).ok();
+    if let Some(resident) = needs.and_then(|needs| needs.layers_that_fit(free, options.kv_bytes)) {
         ways.push(format!("{resident} of {layers} layers resident"));
     }
     for (gpus, plans) in PLANS {
