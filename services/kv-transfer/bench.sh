@@ -25,7 +25,7 @@ for r in results:
     perf = max((v for v in r.get("ucx_perftest_gb_s", {}).values() if v), default=0)
     # Of the time that the receiver needs: beyond a plain copy where there is one, else of the transfer, most of
     # which the checks run beside.
-    digest = (r["copy_out_ms"] - r["copy_alone_ms"]) / r["copy_out_ms"] if shm else r["digest_alone_ms"] / r["fetch_ms"]
+    digest = (r["copy_out_ms"] - r["copy_alone_ms"]) / r["copy_out_ms"] if shm else r["checks_ms"] / r["fetch_ms"]
     layers = r["layers"]
     print(f'{r["transport"]:4} {r["bytes"] / 2**20:<7g} {r["publish_gb_s"]:7.2f}  {r["fetch_ms"]:13.2f} ms '
           f'{r["copy_out_gb_s"]:9.2f}  {perf:8.2f}  {r.get("of_the_better") or 0:5.2f}  {digest:6.1%} '

@@ -14,7 +14,7 @@ pub mod wire;
 
 pub use client::{
     CacheTerms, ClientConfig, Description, FetchRequest, Fetched, KvClient, Lease, MAPPED, Place,
-    Publication, PublishRequest, Published, Reach, Turn,
+    Publication, PublishRequest, Published, Reach, Sums, Turn,
 };
 pub use error::TransferError;
 pub use fabric::{Access, PoolMemory, UcxError};

@@ -35,8 +35,6 @@ pub const STOP_GRACE: Duration = Duration::from_secs(2);
 pub const MAX_COPY_THREADS: usize = 4;
 /// Bytes that are worth a thread of their own.
 pub const COPY_BYTES_PER_THREAD: usize = 4 << 20;
-/// Bytes that are copied and then checked while the copy is still in the first caches.
-pub const COPY_BLOCK_BYTES: usize = 64 << 10;
 /// Bytes of buffers for reads over the wire that a client keeps for the next ones.
 pub const MAX_SPARE_BYTES: usize = 256 << 20;
 
@@ -44,8 +42,10 @@ pub const MAX_SPARE_BYTES: usize = 256 << 20;
 pub const MIN_POOL_BYTES: u64 = 1 << 16;
 /// Largest pool, in bytes (4 TiB).
 pub const MAX_POOL_BYTES: u64 = 1 << 42;
-/// Slots start at multiples of this many bytes.
-pub const SLOT_ALIGN: u64 = 4096;
+/// Slots start at multiples of a page, which is at least this many bytes.
+pub const MIN_PAGE_BYTES: u64 = 4096;
+/// Largest page, in bytes.
+pub const MAX_PAGE_BYTES: u64 = 1 << 30;
 /// Slots that live at once.
 pub const MAX_SLOTS: usize = 4096;
 /// Leases on one slot.
@@ -78,8 +78,8 @@ pub const MIN_QUARANTINE: Duration = Duration::from_millis(1500);
 pub const RETRY_AFTER: Duration = Duration::from_millis(500);
 /// Bytes that one checksum covers by default.
 pub const DEFAULT_CHUNK_BYTES: usize = 4 << 20;
-/// Bytes that a seal checks at a time.
-pub const VERIFY_BLOCK_BYTES: usize = 1 << 18;
+/// Bytes that are written to a mapped pool between two looks at the deadline.
+pub const WRITE_BLOCK_BYTES: usize = 1 << 18;
 
 /// Deadline of a publication or a fetch that names none.
 pub const DEFAULT_TRANSFER_DEADLINE: Duration = Duration::from_secs(30);

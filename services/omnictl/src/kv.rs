@@ -267,6 +267,7 @@ struct PoolView {
     cache_hits: u64,
     cache_misses: u64,
     cache_evictions: u64,
+    cache_hit_bytes: u64,
     waiting: u32,
     slots: Vec<SlotView>,
 }
@@ -282,6 +283,7 @@ impl PoolView {
             cache_hits: listed.cache_hits,
             cache_misses: listed.cache_misses,
             cache_evictions: listed.cache_evictions,
+            cache_hit_bytes: listed.cache_hit_bytes,
             waiting: listed.waiting,
             slots: listed.slots.into_iter().map(SlotView::new).collect(),
         }
@@ -387,13 +389,14 @@ fn text(pools: &[PoolView]) -> String {
     let mut lines = vec![];
     for pool in pools {
         lines.push(format!(
-            "{}: {} of {} bytes used, {} of {} cached, {} hits, {} misses, {} evicted, {} waiting",
+            "{}: {} of {} bytes used, {} of {} cached, {} hits of {} bytes, {} misses, {} evicted, {} waiting",
             pool.service,
             pool.used_bytes,
             pool.pool_bytes,
             pool.cached_bytes,
             pool.cache_budget_bytes,
             pool.cache_hits,
+            pool.cache_hit_bytes,
             pool.cache_misses,
             pool.cache_evictions,
             pool.waiting,

@@ -84,6 +84,15 @@ struct Serve {
     /// Most bytes of prefixes that stay although nobody uses them.
     #[arg(long, default_value_t = 0)]
     cache_bytes: u64,
+    /// Slots start at multiples of this many bytes.
+    #[arg(long, default_value_t = kv_transfer::limits::MIN_PAGE_BYTES)]
+    page_bytes: u64,
+    /// Bytes of the largest prefix; what the pool holds when absent.
+    #[arg(long)]
+    max_prefix_bytes: Option<u64>,
+    /// Prefixes that live at once.
+    #[arg(long, default_value_t = kv_transfer::limits::MAX_SLOTS)]
+    max_slots: usize,
     /// Socket that hands out the pool; an abstract one when absent.
     #[arg(long)]
     pool_socket: Option<std::path::PathBuf>,
@@ -162,6 +171,9 @@ async fn serve(args: Serve) -> Result<(), TransferError> {
         quarantine: Duration::from_millis(args.quarantine_ms),
         chunk_bytes: args.chunk_bytes,
         cache_bytes: args.cache_bytes,
+        page_bytes: args.page_bytes,
+        max_prefix_bytes: args.max_prefix_bytes,
+        max_slots: args.max_slots,
         pool_socket: args.pool_socket,
         ..ServiceConfig::new(engine(args.wires), args.pool_bytes)
     };

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use kv::{Manifest, ReadPlan};
 
+use super::read::Store;
 use crate::local::Mapped;
 use crate::{TransferError, limits};
 
@@ -127,7 +128,17 @@ fn in_parallel(
     })
 }
 
-/// Copies one chunk and checks the copy while it is still in the cache of the processor.
+/// Copies what is in a store to its places in the part.
+pub(super) fn store(plan: &ReadPlan, store: &Store, out: &mut [u8]) {
+    let first = store.entries.start;
+    plan.scatter_within(store.entries.clone(), |entry, inside, to| {
+        let at = plan.stored(first, entry).start;
+        out[to..to + inside.len()]
+            .copy_from_slice(&store.bytes[at + inside.start..at + inside.end]);
+    });
+}
+
+/// Copies one chunk and checks what was copied on the way.
 pub(super) fn take(
     manifest: &Manifest,
     slot: &Mapped,
@@ -137,14 +148,9 @@ pub(super) fn take(
     let start = kv::chunk_range(index, slot.bytes(), manifest.chunk_bytes).start;
     let mut first = None;
     for _ in 0..limits::MAX_CHUNK_READS {
-        let (mut at, mut crc) = (start, 0);
-        for block in chunk.chunks_mut(limits::COPY_BLOCK_BYTES) {
-            if !slot.read(at, block) {
-                return Err(TransferError::invalid("bytes", "reach past the slot"));
-            }
-            crc = kv::crc32c_append(crc, block);
-            at += block.len();
-        }
+        let Some(crc) = slot.read_crc32c(start, chunk) else {
+            return Err(TransferError::invalid("bytes", "reach past the slot"));
+        };
         match manifest.verify_chunk_crc(index, crc) {
             Ok(()) => return Ok(()),
             Err(error) => first = Some(error),

@@ -1,25 +1,18 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use base::{
-    Deadline,
-    clock::{self, SystemClock},
-};
-use fabric::Access;
-use futures_util::StreamExt as _;
-use futures_util::stream::FuturesOrdered;
-use kv::{KvError, KvGeometry, KvShard, Manifest, ReadPlan};
-use proto::v1::{self, PrefixHandle};
-use tonic::Streaming;
-
 use super::channels::call_until;
-use super::lease::{self, Lease, Terms};
-use super::reach::{MAPPED, Place, blocking};
-use super::read::{Reader, Store};
+use super::lease::{Lease, Terms};
+use super::pull::Fetch;
+use super::reach::{MAPPED, blocking};
 use super::spare::Stores;
-use super::{Inner, KvClient, copy};
+use super::{KvClient, copy};
 use crate::local::Mapped;
 use crate::{TransferError, limits, wire};
+use base::{Deadline, clock::SystemClock};
+use fabric::Access;
+use kv::{KvError, KvGeometry, KvShard, Manifest, ReadPlan};
+use proto::v1::{self, PrefixHandle};
 
 /// What to fetch, and for whom.
 #[derive(Debug, Clone, Copy)]
@@ -76,19 +69,24 @@ pub struct Fetched {
     pub early_bytes: u64,
     /// Time that passed in waiting for its producer.
     pub waited: Duration,
+    /// Time that the checks of what came over the wire took, most of it beside the transfer.
+    pub checked: Duration,
     /// The receiver's lease.
     pub lease: Lease,
-    plan: ReadPlan,
-    manifest: Arc<Manifest>,
-    source: Source,
+    pub(super) plan: ReadPlan,
+    pub(super) manifest: Arc<Manifest>,
+    pub(super) source: Source,
 }
 
+/// Where the bytes of a part are.
 #[derive(Debug)]
-enum Source {
+pub(super) enum Source {
     /// Read and checked.
     Here(Stores),
     /// In the pool.
     Pool(Mapped),
+    /// With whom [`KvClient::fetch_to`] gave them to.
+    Given,
 }
 
 impl Fetched {
@@ -112,7 +110,8 @@ impl Fetched {
     /// a checksum that was found right.
     ///
     /// # Errors
-    /// [`TransferError::Invalid`] for an `out` of another size, [`TransferError::DataLoss`] when a chunk of
+    /// [`TransferError::Invalid`] for an `out` of another size and for a part that [`KvClient::fetch_to`] read over
+    /// the wire and gave away, [`TransferError::DataLoss`] when a chunk of
     /// the pool stays damaged after [`limits::MAX_CHUNK_READS`] reads; `out` is not to be used then.
     pub fn copy_to(&self, out: &mut [u8]) -> Result<(), TransferError> {
         if out.len() != self.plan.part_bytes() {
@@ -139,11 +138,12 @@ impl Fetched {
     ) -> Result<(), TransferError> {
         let plan = &self.plan;
         match &self.source {
+            Source::Given => Err(TransferError::invalid("out", "was filled already")),
             Source::Here(stores) => plan.scatter(|entry, inside, to| {
                 let stores = &stores.stores;
-                let after = stores.partition_point(|store| store.first <= entry);
+                let after = stores.partition_point(|store| store.entries.start <= entry);
                 let store = &stores[after - 1];
-                let at = plan.stored(store.first, entry).start;
+                let at = plan.stored(store.entries.start, entry).start;
                 visit(to, &store.bytes[at + inside.start..at + inside.end])
             }),
             Source::Pool(slot) => {
@@ -277,224 +277,12 @@ impl KvClient {
             repaired_chunks: 0,
             early_bytes: 0,
             waited: Duration::ZERO,
+            checked: Duration::ZERO,
             transport: MAPPED.to_owned(),
         };
         let out = room.map(|room| room(plan.part_bytes()));
         let (done, out) = fetch.run(place, out).await?;
         Ok((done.fetched(plan.clone(), lease), out))
-    }
-}
-
-/// A fetch under way.
-struct Fetch<'a> {
-    inner: &'a Inner,
-    terms: &'a Terms,
-    plan: &'a ReadPlan,
-    /// With the checksums known so far.
-    manifest: Manifest,
-    deadline: Deadline,
-    timeout: Option<Duration>,
-    /// Of following.
-    longest: Deadline,
-    repaired_chunks: usize,
-    early_bytes: u64,
-    waited: Duration,
-    transport: String,
-}
-
-/// A fetch that has come to its end.
-struct Done {
-    manifest: Manifest,
-    source: Source,
-    repaired_chunks: usize,
-    early_bytes: u64,
-    waited: Duration,
-    transport: String,
-}
-
-impl Done {
-    fn fetched(self, plan: ReadPlan, lease: Lease) -> Fetched {
-        Fetched {
-            tokens: self.manifest.tokens,
-            bytes: plan.part_bytes() as u64,
-            read_bytes: plan.read_bytes(),
-            transport: self.transport,
-            repaired_chunks: self.repaired_chunks,
-            early_bytes: self.early_bytes,
-            waited: self.waited,
-            lease,
-            manifest: Arc::new(self.manifest),
-            source: self.source,
-            plan,
-        }
-    }
-}
-
-impl Fetch<'_> {
-    /// Fills `out` where that can be done on the way; says whether it is full.
-    async fn run<B: AsMut<[u8]> + Send + 'static>(
-        mut self,
-        place: Place,
-        out: Option<B>,
-    ) -> Result<(Done, Option<(B, bool)>), TransferError> {
-        let (source, out) = match place {
-            Place::Mapped(slot) => {
-                let out = self.follow_mapped(&slot, out).await?;
-                (Source::Pool(slot), out)
-            }
-            Place::Remote(_) => {
-                let stores = self.read(place).await?;
-                (Source::Here(stores), out.map(|out| (out, false)))
-            }
-        };
-        let done = Done {
-            manifest: self.manifest,
-            source,
-            repaired_chunks: self.repaired_chunks,
-            early_bytes: self.early_bytes,
-            waited: self.waited,
-            transport: self.transport,
-        };
-        Ok((done, out))
-    }
-
-    /// Waits until every chunk is sealed; meanwhile those that are go to `out`.
-    async fn follow_mapped<B: AsMut<[u8]> + Send + 'static>(
-        &mut self,
-        slot: &Mapped,
-        mut out: Option<B>,
-    ) -> Result<Option<(B, bool)>, TransferError> {
-        let all = self.plan.chunks().len();
-        let streams = copy::is_streamable(self.plan);
-        let (mut news, mut taken) = (None, 0);
-        loop {
-            let ready = self.ready();
-            if streams
-                && ready > taken
-                && let Some(mut buffer) = out.take()
-            {
-                let (manifest, plan) = (self.manifest.clone(), self.plan.clone());
-                let (slot, entries) = (slot.clone(), taken..ready);
-                let copy = move || {
-                    copy::entries(&manifest, &plan, &slot, (buffer.as_mut(), entries))?;
-                    Ok::<_, TransferError>(buffer)
-                };
-                out = Some(blocking(copy).await??);
-                taken = ready;
-            }
-            if ready == all {
-                return Ok(out.map(|out| (out, streams)));
-            }
-            self.early_bytes = self.plan.store_bytes(0..taken) as u64;
-            self.learn(&mut news).await?;
-        }
-    }
-
-    /// Entries of the plan whose checksums are known: these chunks are sealed.
-    fn ready(&self) -> usize {
-        let known = self.manifest.crcs.len();
-        self.plan.chunks().partition_point(|&chunk| chunk < known)
-    }
-
-    /// Reads every entry as soon as it is sealed; while one store travels, the one before it is checked.
-    async fn read(&mut self, place: Place) -> Result<Stores, TransferError> {
-        let all = self.plan.chunks().len();
-        let per_store = (limits::STORE_BYTES / self.manifest.chunk_bytes).max(1);
-        let mut done = Stores {
-            stores: vec![],
-            spares: self.inner.spares.clone(),
-        };
-        let mut running = FuturesOrdered::new();
-        let (mut begun, mut news) = (0, None);
-        loop {
-            let ready = self.ready();
-            let reader = Reader {
-                reach: &self.inner.reach,
-                spares: &self.inner.spares,
-                place: &place,
-                plan: self.plan,
-                deadline: self.deadline,
-            };
-            while begun < ready && running.len() < limits::STORES_IN_FLIGHT {
-                let entries = begun..ready.min(begun + per_store);
-                begun = entries.end;
-                let crc = |&chunk: &usize| (chunk, self.manifest.crcs[chunk]);
-                let chunks = self.plan.chunks()[entries.clone()]
-                    .iter()
-                    .map(crc)
-                    .collect();
-                running.push_back(reader.read(entries, chunks));
-            }
-            if begun == all && running.is_empty() {
-                return Ok(done);
-            }
-            tokio::select! {
-                Some(store) = running.next() => {
-                    let store: Store = store?;
-                    self.repaired_chunks += store.repaired;
-                    self.transport.clone_from(&store.transport);
-                    done.stores.push(store);
-                }
-                learnt = self.learn(&mut news), if ready < all => learnt?,
-            }
-        }
-    }
-
-    /// Waits until the service tells more checksums: as long as the producer lives, whose lease ends the wait, and
-    /// no longer than [`limits::MAX_FOLLOW`]. Meanwhile the own lease is prolonged; what is told has the whole time
-    /// of a transfer to come here.
-    async fn learn(
-        &mut self,
-        news: &mut Option<Streaming<v1::FollowResponse>>,
-    ) -> Result<(), TransferError> {
-        let stream = match news {
-            Some(stream) => stream,
-            None => news.insert(self.follow().await?),
-        };
-        let what = "following a prefix that is being written";
-        let (inner, terms) = (self.inner, self.terms);
-        let ttl = inner.config.ttl;
-        let waits = async {
-            loop {
-                tokio::select! {
-                    told = stream.message() => return Ok::<_, TransferError>(told?),
-                    () = tokio::time::sleep(ttl / 3) => {
-                        let bound = inner.deadline(self.timeout);
-                        lease::renew(&inner.channels, terms, ttl, bound).await?;
-                    }
-                }
-            }
-        };
-        let start = clock::now();
-        let told = self.longest.bound(what, waits).await;
-        self.waited += clock::now().saturating_duration_since(start);
-        let told = told.map_err(|_| TransferError::Deadline { what })??;
-        let Some(told) = told else {
-            return Err(TransferError::invalid(
-                "chunk_crc32c",
-                "ended before the last chunk",
-            ));
-        };
-        self.deadline = inner.deadline(self.timeout);
-        self.manifest.crcs.extend(told.chunk_crc32c);
-        self.manifest
-            .validate_announced()
-            .map_err(TransferError::Manifest)
-    }
-
-    async fn follow(&self) -> Result<Streaming<v1::FollowResponse>, TransferError> {
-        let terms = self.terms;
-        let mut stub = self.inner.channels.stub(&terms.endpoint)?;
-        let message = v1::FollowRequest {
-            slot: terms.slot,
-            generation: terms.generation,
-            lease: terms.lease,
-            known_chunks: u32::try_from(self.manifest.crcs.len()).unwrap_or(u32::MAX),
-        };
-        call_until("following a slot", self.deadline, message, |request| {
-            stub.follow(request)
-        })
-        .await
     }
 }
 

@@ -9,9 +9,11 @@ mod grant;
 mod lease;
 mod lookup;
 mod publish;
+mod pull;
 mod reach;
 mod read;
 mod spare;
+mod sums;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,6 +26,7 @@ pub use fetch::{FetchRequest, Fetched};
 pub use lease::Lease;
 pub use publish::{CacheTerms, Description, Publication, PublishRequest, Published};
 pub use reach::{MAPPED, Place, Reach};
+pub use sums::Sums;
 
 use crate::TransferError;
 use channels::Channels;

@@ -1,4 +1,3 @@
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -9,7 +8,8 @@ use proto::v1::{self, PrefixHandle};
 
 use super::channels::call_until;
 use super::lease::{self, Lease, Terms};
-use super::reach::{Place, blocking};
+use super::reach::Place;
+use super::sums::Sums;
 use super::{Inner, KvClient};
 use crate::{TransferError, limits, wire};
 
@@ -73,10 +73,8 @@ pub struct Publication {
     place: Place,
     /// With the checksums of what is written.
     manifest: Manifest,
-    /// Bytes written.
-    written: usize,
-    /// CRC32C of the written part of a chunk that is not complete.
-    partial: u32,
+    /// Of what is written.
+    sums: Sums,
     /// Present when consumers may follow.
     handle: Option<PrefixHandle>,
     transport: String,
@@ -209,9 +207,8 @@ impl KvClient {
             terms,
             lease,
             place,
+            sums: Sums::new(manifest.chunk_bytes, manifest.bytes),
             manifest,
-            written: 0,
-            partial: 0,
             handle: reserved.handle,
             transport: String::new(),
             deadline,
@@ -254,7 +251,7 @@ impl Publication {
     /// [`TransferError::Invalid`] for more bytes than were announced, [`TransferError::Remote`],
     /// [`TransferError::PeerLost`], [`TransferError::Deadline`].
     pub async fn write(&mut self, bytes: Vec<u8>) -> Result<(), TransferError> {
-        let at = self.written;
+        let at = self.sums.seen();
         let end = at.saturating_add(bytes.len());
         if bytes.is_empty() || end as u64 > self.manifest.bytes {
             let message = format!(
@@ -264,20 +261,13 @@ impl Publication {
             );
             return Err(TransferError::invalid("bytes", message));
         }
-        let bytes = Arc::new(bytes);
-        let (source, partial) = (Arc::clone(&bytes), self.partial);
-        let (chunk_bytes, total) = (self.manifest.chunk_bytes, self.manifest.bytes);
-        let digest = blocking(move || digest(&source, at..end, partial, (chunk_bytes, total)));
-        let write = self
-            .inner
-            .reach
-            .write(&self.place, at, bytes, self.deadline);
-        let (written, digested) = tokio::join!(write, digest);
-        self.transport = written?;
-        let (crcs, partial) = digested?;
+        let (sums, reach) = (self.sums.clone(), &self.inner.reach);
+        let write = reach.write(&self.place, sums, Arc::new(bytes), self.deadline);
+        let (transport, mut sums) = write.await?;
+        self.transport = transport;
         let first = self.manifest.crcs.len();
-        self.manifest.crcs.extend(crcs);
-        (self.written, self.partial) = (end, partial);
+        self.manifest.crcs.extend(sums.take());
+        self.sums = sums;
         if self.handle.is_some() && self.manifest.crcs.len() > first {
             self.seal_part(first).await?;
         }
@@ -329,30 +319,6 @@ impl Publication {
     }
 }
 
-/// CRC32C of the chunks that end within bytes `at` of a payload, and of the rest. `partial` is that of the
-/// chunk that was begun before.
-fn digest(
-    bytes: &[u8],
-    at: Range<usize>,
-    mut partial: u32,
-    (chunk_bytes, total): (usize, u64),
-) -> (Vec<u32>, u32) {
-    let mut crcs = vec![];
-    let mut done = 0;
-    while done < bytes.len() {
-        let place = at.start + done;
-        let chunk_end = (place / chunk_bytes + 1).saturating_mul(chunk_bytes);
-        let len = (chunk_end - place).min(bytes.len() - done);
-        partial = kv::crc32c_append(partial, &bytes[done..done + len]);
-        done += len;
-        let end = at.start + done;
-        if end == chunk_end || end as u64 == total {
-            crcs.push(std::mem::take(&mut partial));
-        }
-    }
-    (crcs, partial)
-}
-
 /// Refuses what the service would refuse, before a slot is reserved.
 fn announced(description: &Description, chunk_bytes: usize) -> Result<Manifest, TransferError> {
     wire::check_request_id(&description.request_id)?;
@@ -363,32 +329,4 @@ fn announced(description: &Description, chunk_bytes: usize) -> Result<Manifest, 
     let chunk_bytes = kv::digest_bytes(&geometry, tokens, chunk_bytes);
     Manifest::announce(description.identity, geometry, tokens, chunk_bytes)
         .map_err(TransferError::Manifest)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    proptest! {
-        /// However a payload is cut into writes, its checksums are those of the whole.
-        #[test]
-        fn checksums_do_not_depend_on_the_cuts(
-            len in 1usize..5000, chunk in 1usize..700, cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..6),
-        ) {
-            let payload: Vec<u8> = (0..len).map(|i| ((i * 7) ^ (i >> 5)) as u8).collect();
-            let mut cuts: Vec<usize> = cuts.iter().map(|cut| cut.index(len)).collect();
-            cuts.extend([0, len]);
-            cuts.sort_unstable();
-            let (mut crcs, mut partial) = (vec![], 0);
-            for pair in cuts.windows(2).filter(|pair| pair[0] < pair[1]) {
-                let at = pair[0]..pair[1];
-                let (more, rest) = digest(&payload[at.clone()], at, partial, (chunk, len as u64));
-                crcs.extend(more);
-                partial = rest;
-            }
-            prop_assert_eq!(crcs, kv::chunk_crc32c(&payload, chunk));
-            prop_assert_eq!(partial, 0);
-        }
-    }
 }

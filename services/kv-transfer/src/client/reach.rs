@@ -5,9 +5,10 @@ use base::{Deadline, clock::SystemClock};
 use fabric::{Access, Transport};
 use proto::v1;
 
+use super::sums::Sums;
 use crate::engine::{Engine, EngineConfig, Part, Remote};
 use crate::local::{Mapped, Maps};
-use crate::{TransferError, limits, wire};
+use crate::{TransferError, wire};
 
 /// Name of the way through a mapping, as transfers report it.
 pub const MAPPED: &str = "shm";
@@ -72,29 +73,38 @@ impl Reach {
         }
     }
 
-    /// Writes `bytes` to the slot from byte `at` on, and gives the transport. When this returns, they are
-    /// there.
+    /// Writes `bytes` to the slot behind those that `sums` has seen, and gives the transport and the checksums with
+    /// these. When this returns, the bytes are there.
     ///
     /// # Errors
     /// As [`Engine::put`]; [`TransferError::Invalid`] when they reach past the slot.
     pub async fn write(
         &self,
         place: &Place,
-        at: usize,
+        mut sums: Sums,
         bytes: Arc<Vec<u8>>,
         deadline: Deadline,
-    ) -> Result<String, TransferError> {
+    ) -> Result<(String, Sums), TransferError> {
         match place {
             Place::Mapped(slot) => {
                 let slot = slot.clone();
-                let write = move || write_mapped(&slot, at, &bytes, deadline);
-                blocking(write).await?.map(|()| MAPPED.to_owned())
+                let write = move || write_mapped(&slot, &mut sums, &bytes, deadline).map(|()| sums);
+                Ok((MAPPED.to_owned(), blocking(write).await??))
             }
             Place::Remote(remote) => {
-                let left = remote.bytes.saturating_sub(at as u64);
-                let part = remote.part(at as u64, left);
-                let landed = self.engine()?.put(&part, bytes, deadline).await?;
-                Ok(landed.transport)
+                let at = sums.seen() as u64;
+                let left = remote.bytes.saturating_sub(at);
+                let part = remote.part(at, left);
+                let source = Arc::clone(&bytes);
+                let sum = blocking(move || {
+                    let sum = |_, block: &[u8], crc| {
+                        Ok::<_, TransferError>(kv::crc32c_append(crc, block))
+                    };
+                    sums.add(&source, sum).map(|()| sums)
+                });
+                let put = self.engine()?.put(&part, bytes, deadline);
+                let (landed, sums) = tokio::join!(put, sum);
+                Ok((landed?.transport, sums??))
             }
         }
     }
@@ -144,22 +154,20 @@ impl EngineConfig {
 
 fn write_mapped(
     slot: &Mapped,
-    at: usize,
+    sums: &mut Sums,
     bytes: &[u8],
     deadline: Deadline,
 ) -> Result<(), TransferError> {
-    for (index, block) in bytes.chunks(limits::VERIFY_BLOCK_BYTES).enumerate() {
+    sums.add(bytes, |at, block, crc| {
         // Memory whose lease may be over is not touched.
         if deadline.is_past(&SystemClock) {
             return Err(TransferError::Deadline {
                 what: "writing the payload",
             });
         }
-        if !slot.write(at + index * limits::VERIFY_BLOCK_BYTES, block) {
-            return Err(TransferError::invalid("bytes", "reach past the slot"));
-        }
-    }
-    Ok(())
+        let written = slot.write_crc32c(at, block, crc);
+        written.ok_or_else(|| TransferError::invalid("bytes", "reach past the slot"))
+    })
 }
 
 fn read_mapped(

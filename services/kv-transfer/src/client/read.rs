@@ -1,7 +1,8 @@
 //! One store at a time: read, checked, and read again where that is needed.
 use std::ops::Range;
+use std::time::Duration;
 
-use base::Deadline;
+use base::{Deadline, clock};
 use kv::{KvError, ReadPlan};
 
 use super::reach::{Place, Reach, blocking};
@@ -12,11 +13,12 @@ use crate::{TransferError, limits};
 /// Consecutive entries of a plan, read and checked.
 #[derive(Debug)]
 pub(super) struct Store {
-    /// First entry.
-    pub(super) first: usize,
+    pub(super) entries: Range<usize>,
     pub(super) bytes: Vec<u8>,
     /// Chunks that had to be read again.
     pub(super) repaired: usize,
+    /// What its checks took.
+    pub(super) checked: Duration,
     pub(super) transport: String,
 }
 
@@ -67,7 +69,7 @@ impl Reader<'_> {
             .into_iter()
             .map(|(from, to)| part(&from, to))
             .collect();
-        let mut repaired = 0;
+        let (mut repaired, mut checked) = (0, Duration::ZERO);
         let mut worst = None;
         for _ in 0..limits::MAX_CHUNK_READS {
             let read = self.reach.read(self.place, bytes, parts, self.deadline);
@@ -77,13 +79,20 @@ impl Reader<'_> {
                 .zip(chunks)
                 .map(|(at, &(_, crc))| (at, crc))
                 .collect();
-            let (bad, buffer) = blocking(move || (damaged(&buffer, &expected), buffer)).await?;
+            let check = move || {
+                let start = clock::now();
+                let bad = damaged(&buffer, &expected);
+                (bad, clock::now().saturating_duration_since(start), buffer)
+            };
+            let (bad, took, buffer) = blocking(check).await?;
+            checked += took;
             bytes = buffer;
             let Some(&(index, got)) = bad.first() else {
                 return Ok(Store {
-                    first,
+                    entries,
                     bytes,
                     repaired,
+                    checked,
                     transport,
                 });
             };

@@ -26,7 +26,8 @@ impl Spares {
         super::fetch::room(len)
     }
 
-    fn give(&self, buffer: Vec<u8>) {
+    /// Takes memory for later; what is too much goes back to the system.
+    pub(super) fn give(&self, buffer: Vec<u8>) {
         let mut spares = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let held: usize = spares.iter().map(Vec::capacity).sum();
         if held + buffer.capacity() <= limits::MAX_SPARE_BYTES {
@@ -59,9 +60,10 @@ mod tests {
         let spares = Spares::default();
         let stores = |bytes: Vec<u8>| {
             let store = Store {
-                first: 0,
+                entries: 0..1,
                 bytes,
                 repaired: 0,
+                checked: std::time::Duration::ZERO,
                 transport: String::new(),
             };
             drop(Stores {

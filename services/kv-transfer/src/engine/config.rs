@@ -1,3 +1,5 @@
+use std::ffi::{CStr, CString};
+
 use fabric::{Settings, Transport};
 use serde::{Deserialize, Serialize};
 
@@ -44,6 +46,17 @@ impl EngineConfig {
             return Err(TransferError::invalid("pool_bytes", message));
         }
         Ok(())
+    }
+
+    /// The UCX options that this stands for, as environment variables: for whoever compares UCX alone.
+    ///
+    /// # Errors
+    /// As a service or client with this configuration.
+    pub fn ucx_options(&self) -> Result<Vec<(String, String)>, TransferError> {
+        let text = |value: &CString| value.to_string_lossy().into_owned();
+        let name = |name: &CStr| format!("UCX_{}", name.to_string_lossy());
+        let settings = self.settings()?;
+        Ok(settings.iter().map(|(n, v)| (name(n), text(v))).collect())
     }
 
     /// The UCX options that this stands for.

@@ -174,6 +174,11 @@ mod tests {
         );
     }
 
+    #[test]
+    fn neither_key_nor_address_is_shown() {
+        assert_eq!(format!("{:?}", remote()), "Remote { bytes: 1000, .. }");
+    }
+
     proptest! {
         /// No blob that was changed in one place, or cut, gets as far as UCX.
         #[test]

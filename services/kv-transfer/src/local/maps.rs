@@ -42,6 +42,21 @@ impl Mapped {
         self.holds(at, bytes.len()) && self.memory.write(self.offset + at, bytes)
     }
 
+    /// As [`Self::read`], and gives the CRC32C of what was copied; `None` where that gives false.
+    #[must_use]
+    pub fn read_crc32c(&self, at: usize, out: &mut [u8]) -> Option<u32> {
+        let inside = self.holds(at, out.len());
+        inside.then(|| self.memory.read_crc32c(self.offset + at, out, 0))?
+    }
+
+    /// As [`Self::write`], and gives the CRC32C of what has the checksum `crc` and `bytes` behind it; `None` where
+    /// that gives false.
+    #[must_use]
+    pub fn write_crc32c(&self, at: usize, bytes: &[u8], crc: u32) -> Option<u32> {
+        let inside = self.holds(at, bytes.len());
+        inside.then(|| self.memory.write_crc32c(self.offset + at, bytes, crc))?
+    }
+
     fn holds(&self, at: usize, len: usize) -> bool {
         at.checked_add(len).is_some_and(|end| end <= self.bytes)
     }

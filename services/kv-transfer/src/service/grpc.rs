@@ -100,6 +100,7 @@ impl KvTransferService for Service {
             cache_hits: counts.hits,
             cache_misses: counts.misses,
             cache_evictions: counts.evictions,
+            cache_hit_bytes: counts.hit_bytes,
             waiting: narrow(self.node.line.waiting()),
         }))
     }

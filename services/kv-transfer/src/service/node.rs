@@ -14,7 +14,7 @@ use tonic::service::RoutesBuilder;
 
 use super::line::Line;
 use super::relay::Relay;
-use super::slots::{Grant, SlotTable, Token};
+use super::slots::{Bounds, Grant, SlotTable, Token};
 use crate::engine::{Engine, EngineConfig, Remote, Transport};
 use crate::local::{Door, POOL_ID_BYTES, PoolId};
 use crate::{PoolMemory, TransferError, limits, wire};
@@ -26,6 +26,12 @@ pub struct ServiceConfig {
     pub engine: EngineConfig,
     /// Bytes of the registered pool, allocated once at the start.
     pub pool_bytes: u64,
+    /// Slots start at multiples of this many bytes, a power of two.
+    pub page_bytes: u64,
+    /// Bytes of the largest prefix; what the pool holds when absent.
+    pub max_prefix_bytes: Option<u64>,
+    /// Prefixes that live at once.
+    pub max_slots: usize,
     /// Bytes that one checksum covers.
     pub chunk_bytes: usize,
     /// Whether a seal is refused unless the pool holds what the manifest says. Costs one pass over
@@ -46,6 +52,9 @@ impl ServiceConfig {
         Self {
             engine,
             pool_bytes,
+            page_bytes: limits::MIN_PAGE_BYTES,
+            max_prefix_bytes: None,
+            max_slots: limits::MAX_SLOTS,
             chunk_bytes: limits::DEFAULT_CHUNK_BYTES,
             verify_on_seal: true,
             quarantine: limits::QUARANTINE,
@@ -75,6 +84,17 @@ impl ServiceConfig {
             limits::MAX_POOL_BYTES,
         )?;
         range("cache_bytes", self.cache_bytes, 0, self.pool_bytes)?;
+        let largest = limits::MAX_PAGE_BYTES.min(self.pool_bytes);
+        let page = self.page_bytes;
+        range("page_bytes", page, limits::MIN_PAGE_BYTES, largest)?;
+        if !page.is_power_of_two() {
+            let message = format!("must be a power of two, got {page}");
+            return Err(TransferError::invalid("page_bytes", message));
+        }
+        let prefix = self.max_prefix_bytes.unwrap_or(self.pool_bytes);
+        range("max_prefix_bytes", prefix, 1, self.pool_bytes)?;
+        let slots = self.max_slots as u64;
+        range("max_slots", slots, 1, limits::MAX_SLOTS as u64)?;
         let (min, max) = (kv::limits::MIN_CHUNK_BYTES, kv::limits::MAX_CHUNK_BYTES);
         range(
             "chunk_bytes",
@@ -168,8 +188,14 @@ impl Service {
         let remote = engine.remote().map(remote).transpose()?;
         // Random high bits: a restarted service never repeats a generation of its former life.
         let first = (random.next_u64() >> 32) << 24 | 1;
-        let (pool, cache) = (config.pool_bytes, config.cache_bytes);
-        let table = Mutex::new(SlotTable::new(pool, cache, first, config.quarantine));
+        let bounds = Bounds {
+            pool: config.pool_bytes,
+            page: config.page_bytes,
+            prefix: config.max_prefix_bytes.unwrap_or(config.pool_bytes),
+            slots: config.max_slots,
+            cache: config.cache_bytes,
+        };
+        let table = Mutex::new(SlotTable::new(bounds, first, config.quarantine));
         let node = Node {
             table,
             changes: watch::Sender::new(0),
@@ -323,8 +349,7 @@ impl Node {
     }
 }
 
-/// Checks chunks of one slot through a small buffer: a peer may still write to the pool, so
-/// its memory is never looked at in place.
+/// Checks chunks of one slot. A peer may still write to the pool; each byte is looked at once.
 fn verify(
     memory: &SharedMemory,
     offset: u64,
@@ -334,20 +359,11 @@ fn verify(
     let outside = || TransferError::invalid("bytes", "the slot reaches past the pool");
     let offset = usize::try_from(offset).map_err(|_| outside())?;
     let bytes = usize::try_from(manifest.bytes).map_err(|_| outside())?;
-    let mut block = vec![0; limits::VERIFY_BLOCK_BYTES];
     for index in chunks {
         let chunk = kv::chunk_range(index, bytes, manifest.chunk_bytes);
-        let mut crc = 0;
-        for start in chunk.clone().step_by(limits::VERIFY_BLOCK_BYTES) {
-            let len = (chunk.end - start).min(limits::VERIFY_BLOCK_BYTES);
-            let block = &mut block[..len];
-            if !memory.read(offset + start, block) {
-                return Err(outside());
-            }
-            crc = kv::crc32c_append(crc, block);
-        }
+        let crc = memory.crc32c(offset + chunk.start, chunk.len(), 0);
         manifest
-            .verify_chunk_crc(index, crc)
+            .verify_chunk_crc(index, crc.ok_or_else(outside)?)
             .map_err(TransferError::Manifest)?;
     }
     Ok(())
@@ -362,44 +378,27 @@ mod tests {
     fn each_bad_setting_is_named_before_anything_is_allocated() {
         let good = ServiceConfig::new(EngineConfig::only(Transport::Shm), 1 << 20);
         good.validate().unwrap();
-        let cases = [
-            (
-                "pool_bytes",
-                ServiceConfig {
-                    pool_bytes: 0,
-                    ..good.clone()
-                },
-            ),
-            (
-                "pool_bytes",
-                ServiceConfig {
-                    pool_bytes: u64::MAX,
-                    ..good.clone()
-                },
-            ),
-            (
-                "chunk_bytes",
-                ServiceConfig {
-                    chunk_bytes: 0,
-                    ..good.clone()
-                },
-            ),
-            (
-                "cache_bytes",
-                ServiceConfig {
-                    cache_bytes: good.pool_bytes + 1,
-                    ..good.clone()
-                },
-            ),
-            (
-                "quarantine",
-                ServiceConfig {
-                    quarantine: limits::DRAIN_GRACE,
-                    ..good.clone()
-                },
-            ),
+        type Spoil = fn(&mut ServiceConfig);
+        let cases: [(&str, Spoil); 9] = [
+            ("pool_bytes", |config| config.pool_bytes = 0),
+            ("pool_bytes", |config| config.pool_bytes = u64::MAX),
+            ("page_bytes", |config| config.page_bytes = 3 << 12),
+            ("page_bytes", |config| config.page_bytes = 2048),
+            ("max_prefix_bytes", |config| {
+                config.max_prefix_bytes = Some(config.pool_bytes + 1);
+            }),
+            ("max_slots", |config| config.max_slots = 0),
+            ("chunk_bytes", |config| config.chunk_bytes = 0),
+            ("cache_bytes", |config| {
+                config.cache_bytes = config.pool_bytes + 1;
+            }),
+            ("quarantine", |config| {
+                config.quarantine = limits::DRAIN_GRACE;
+            }),
         ];
-        for (field, config) in cases {
+        for (field, spoil) in cases {
+            let mut config = good.clone();
+            spoil(&mut config);
             assert_eq!(config.validate().unwrap_err().field(), Some(field));
         }
         let metrics = Metrics::new(&base::build::BuildInfo::default());

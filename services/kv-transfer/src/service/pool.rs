@@ -3,7 +3,6 @@ use std::collections::BTreeMap;
 use fabric::SharedMemory;
 
 use crate::TransferError;
-use crate::limits::SLOT_ALIGN;
 
 /// Where the system says how much memory is left.
 const MEMORY_INFO: &str = "/proc/meminfo";
@@ -29,9 +28,10 @@ fn available(info: &str) -> Option<u64> {
     kib.checked_mul(1024)
 }
 
-/// First-fit allocator over `[0, capacity)` in units of [`SLOT_ALIGN`].
+/// First-fit allocator over `[0, capacity)` in units of a page.
 #[derive(Debug)]
 pub(super) struct FreeList {
+    page: u64,
     capacity: u64,
     /// Length of each free range by its start; neighbours are always merged.
     free: BTreeMap<u64, u64>,
@@ -51,14 +51,18 @@ impl Extent {
 }
 
 impl FreeList {
-    /// An empty pool; what is over of the last unit stays unused.
-    pub(super) fn new(bytes: u64) -> Self {
-        let capacity = bytes / SLOT_ALIGN * SLOT_ALIGN;
+    /// An empty pool; what is over of the last page stays unused.
+    pub(super) fn new(bytes: u64, page: u64) -> Self {
+        let capacity = bytes / page * page;
         let free = (capacity > 0)
             .then_some((0, capacity))
             .into_iter()
             .collect();
-        Self { capacity, free }
+        Self {
+            page,
+            capacity,
+            free,
+        }
     }
 
     pub(super) fn capacity(&self) -> u64 {
@@ -71,7 +75,7 @@ impl FreeList {
 
     /// Takes the first range that holds `bytes` bytes. `None` when there is none.
     pub(super) fn take(&mut self, bytes: u64) -> Option<Extent> {
-        let len = bytes.checked_next_multiple_of(SLOT_ALIGN)?;
+        let len = bytes.checked_next_multiple_of(self.page)?;
         let (&start, &room) = self.free.iter().find(|&(_, &room)| room >= len)?;
         self.free.remove(&start);
         if room > len {
@@ -114,14 +118,16 @@ mod tests {
         /// Live ranges never overlap nor leave the pool, and a pool given back is whole again.
         #[test]
         fn extents_never_overlap_and_the_pool_heals(
+            page in prop_oneof![Just(4096u64), Just(8192)],
             steps in prop::collection::vec((any::<bool>(), 1u64..40_000, any::<prop::sample::Index>()), 1..200),
         ) {
-            let mut pool = FreeList::new(64 * SLOT_ALIGN + 17);
+            let mut pool = FreeList::new(64 * page + 17, page);
             let mut live: Vec<Extent> = vec![];
             for (take, bytes, pick) in steps {
                 if take {
                     if let Some(extent) = pool.take(bytes) {
                         prop_assert!(extent.len >= bytes && extent.end() <= pool.capacity());
+                        prop_assert!(extent.start % page == 0 && extent.len % page == 0);
                         prop_assert!(live.iter().all(|l| l.end() <= extent.start || extent.end() <= l.start));
                         live.push(extent);
                     }

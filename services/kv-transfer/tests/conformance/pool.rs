@@ -203,6 +203,7 @@ async fn the_cache_finds_exact_prefixes_of_its_scope_and_evicts_what_is_cheap_to
     let counted = (listed.cached_bytes, listed.cache_evictions);
     assert_eq!(counted, (512 << 10, 1));
     assert_eq!((listed.cache_hits, listed.cache_misses), (6, 4));
+    assert_eq!(listed.cache_hit_bytes, 6 * (128 << 10));
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -290,4 +291,35 @@ async fn a_pool_that_no_allowed_way_leads_to_is_a_typed_error() {
         .await
         .unwrap_err();
     assert!(matches!(error, TransferError::NoPath { .. }), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn pages_and_the_limits_of_size_and_number_hold() {
+    let options = [
+        "--page-bytes=65536",
+        "--max-prefix-bytes=100000",
+        "--max-slots=2",
+    ];
+    let node = Node::start_with("shm", MIB, &options.map(str::to_owned));
+    let client = client(Transport::Shm);
+    let error = client
+        .publish(&node.endpoint, prefix(1, 25_001))
+        .await
+        .unwrap_err();
+    assert_eq!(error.field(), Some("bytes"), "{error}");
+    let first = client.publish(&node.endpoint, prefix(1, 25_000)).await;
+    let first = first.unwrap();
+    let second = client.publish(&node.endpoint, prefix(1, 1)).await.unwrap();
+    assert_eq!(node.list().await.used_bytes, 3 << 16, "two pages and one");
+    let error = client
+        .publish(&node.endpoint, prefix(1, 1))
+        .await
+        .unwrap_err();
+    assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
+    client.release(first.lease).await.unwrap();
+    let third = client.publish(&node.endpoint, prefix(1, 1)).await.unwrap();
+    for lease in [second.lease, third.lease] {
+        client.release(lease).await.unwrap();
+    }
+    node.wait_until_empty().await;
 }

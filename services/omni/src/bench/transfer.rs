@@ -170,6 +170,7 @@ struct Steps {
     publish: Vec<f64>,
     fetch: Vec<f64>,
     copy: Vec<f64>,
+    checks: Vec<f64>,
 }
 
 impl Bench {
@@ -207,6 +208,7 @@ impl Bench {
             let start = clock::now();
             fetched.copy_to(out).map_err(failed)?;
             let copied_ms = clock::millis_since(start);
+            let checks_ms = fetched.checked.as_secs_f64() * 1e3;
             let released = self.consumer.release(fetched.lease).await;
             released.map_err(failed)?;
             let released = self.producer.release(published.lease).await;
@@ -215,6 +217,7 @@ impl Bench {
                 steps.publish.push(published_ms);
                 steps.fetch.push(fetched_ms);
                 steps.copy.push(copied_ms);
+                steps.checks.push(checks_ms);
                 if let Some(beside) = &mut beside {
                     beside.round().await?;
                 }
@@ -252,6 +255,8 @@ async fn measure(
         // Over shared memory this is the handing over; nothing is copied before copy_ms.
         "fetch_ms": fetch,
         "fetch_gb_s": rate(bytes, fetch),
+        // Of what came over the wire, as it comes, most of it beside the transfer.
+        "checks_ms": median(&steps.checks),
         "copy_out_ms": copy,
         "copy_out_gb_s": rate(bytes, copy),
         // The same copy by the same number of threads, of other memory, without checks.

@@ -140,12 +140,12 @@ fn plan(role: Role, settings: &Settings, file: Option<&Path>) -> Result<Plan, Om
         Role::Router => Plan::Router(router_config(settings)?),
         Role::KvTransfer => {
             let pool = settings.bytes("pool_bytes")? as u64;
-            let cache = match settings.get("prefix_cache_bytes") {
-                Some(_) => settings.bytes("prefix_cache_bytes")? as u64,
-                None => 0,
-            };
+            let bytes = |key| settings.get(key).map(|_| settings.bytes(key)).transpose();
             let config = ServiceConfig {
-                cache_bytes: cache,
+                cache_bytes: bytes("prefix_cache_bytes")?.unwrap_or(0) as u64,
+                page_bytes: settings.bytes("page_bytes")? as u64,
+                max_prefix_bytes: bytes("max_prefix_bytes")?.map(|bytes| bytes as u64),
+                max_slots: settings.count("max_slots", 1)?,
                 pool_socket: settings.get("pool_socket").map(PathBuf::from),
                 ..ServiceConfig::new(engine(settings)?, pool)
             };

@@ -171,7 +171,7 @@ const ROUTER: [Setting; 10] = [
     STATUS_PAGE,
 ];
 
-const KV_TRANSFER: [Setting; 7] = [
+const KV_TRANSFER: [Setting; 10] = [
     setting(
         "listen",
         "HOST:PORT",
@@ -185,6 +185,24 @@ const KV_TRANSFER: [Setting; 7] = [
         "BYTES",
         Value("256MiB"),
         "Size of the registered pool, for example 2GiB",
+    ),
+    setting(
+        "page_bytes",
+        "BYTES",
+        Value("4KiB"),
+        "Prefixes start at multiples of this in the pool, a power of two",
+    ),
+    setting(
+        "max_prefix_bytes",
+        "BYTES",
+        Unset,
+        "Size of the largest prefix [default: that of the pool]",
+    ),
+    setting(
+        "max_slots",
+        "N",
+        Value("4096"),
+        "How many prefixes may be in the pool at once",
     ),
     setting(
         "prefix_cache_bytes",

@@ -8,6 +8,7 @@
 #![allow(unsafe_code)]
 
 mod context;
+mod digest;
 mod endpoint;
 mod memory;
 mod message;

@@ -10,6 +10,8 @@ use rustix::fs::{
 };
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
+use crate::digest;
+
 /// What a process may do with shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Access {
@@ -46,9 +48,16 @@ impl SharedMemory {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = memfd_create(c"omni-kv-pool", flags)?;
         ftruncate(&file, bytes as u64)?;
-        fallocate(&file, FallocateFlags::empty(), 0, bytes as u64)?;
-        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-        Self::map(file, bytes, Access::Write)
+        let memory = Self::map(file, bytes, Access::Write)?;
+        let base = memory.base.as_ptr().cast::<c_void>();
+        // Through the mapping, whose wish for large pages the file knows nothing of. Systems that cannot do it get
+        // their pages below, all of which are there already in the other case.
+        // SAFETY: the range was just mapped for writing, and nobody has used it yet.
+        let _ = unsafe { madvise(base, bytes, Advice::LinuxPopulateWrite) };
+        fallocate(&memory.file, FallocateFlags::empty(), 0, bytes as u64)?;
+        let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+        fcntl_add_seals(&memory.file, seals)?;
+        Ok(memory)
     }
 
     /// Maps a memory file that another process made.
@@ -152,6 +161,46 @@ impl SharedMemory {
         // process alone.
         unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
         true
+    }
+
+    /// As [`Self::read`], and gives the CRC32C of what has the checksum `crc` and the bytes that were copied
+    /// behind it. `None` where [`Self::read`] gives false.
+    #[must_use]
+    pub fn read_crc32c(&self, offset: usize, out: &mut [u8], crc: u32) -> Option<u32> {
+        if !self.holds(offset, out.len()) {
+            return None;
+        }
+        // SAFETY: `offset` lies in the region, as checked above.
+        let from = unsafe { self.base.as_ptr().add(offset) };
+        // SAFETY: the range lies in the region, and `out` is memory of this process alone.
+        Some(unsafe { digest::copy(from, out.as_mut_ptr(), out.len(), crc) })
+    }
+
+    /// As [`Self::write`], and gives the CRC32C of what has the checksum `crc` and `bytes` behind it. `None`
+    /// where [`Self::write`] gives false.
+    #[must_use]
+    pub fn write_crc32c(&self, offset: usize, bytes: &[u8], crc: u32) -> Option<u32> {
+        if self.access != Access::Write || !self.holds(offset, bytes.len()) {
+            return None;
+        }
+        // SAFETY: `offset` lies in the region, as checked above.
+        let to = unsafe { self.base.as_ptr().add(offset) };
+        // SAFETY: the range lies in the region, which is mapped for writing and of which no reference exists;
+        // `bytes` is memory of this process alone.
+        Some(unsafe { digest::copy(bytes.as_ptr(), to, bytes.len(), crc) })
+    }
+
+    /// CRC32C of what has the checksum `crc` and `[offset, offset + len)` of the region behind it. `None` when
+    /// that reaches past the end.
+    #[must_use]
+    pub fn crc32c(&self, offset: usize, len: usize, crc: u32) -> Option<u32> {
+        if !self.holds(offset, len) {
+            return None;
+        }
+        // SAFETY: `offset` lies in the region, as checked above.
+        let from = unsafe { self.base.as_ptr().add(offset) };
+        // SAFETY: the range lies in the region.
+        Some(unsafe { digest::of(from, len, crc) })
     }
 
     fn holds(&self, offset: usize, len: usize) -> bool {

@@ -168,18 +168,50 @@ impl ReadPlan {
         &self,
         mut visit: impl FnMut(usize, Range<usize>, usize) -> Result<(), E>,
     ) -> Result<(), E> {
+        let all = 0..self.bytes;
+        self.pieces
+            .iter()
+            .try_for_each(|piece| self.cut(piece, &all, &mut visit))
+    }
+
+    /// As [`Self::scatter`], for the entries `entries` alone.
+    pub fn scatter_within(
+        &self,
+        entries: Range<usize>,
+        mut visit: impl FnMut(usize, Range<usize>, usize),
+    ) {
+        let chunks = &self.chunks[entries];
+        let (Some(&first), Some(&last)) = (chunks.first(), chunks.last()) else {
+            return;
+        };
+        // Whatever a piece has in between lies in chunks that are entries.
+        let bounds = self.chunk(first).start..self.chunk(last).end;
+        let mut visit = |entry, inside, to| {
+            visit(entry, inside, to);
+            Ok::<(), std::convert::Infallible>(())
+        };
         for piece in &self.pieces {
-            let mut done = 0;
-            while done < piece.len {
-                let at = piece.src + done;
-                let chunk = at / self.chunk_bytes;
-                let inside = self.chunk(chunk);
-                let len = (inside.end - at).min(piece.len - done);
-                let entry = self.chunks.partition_point(|&c| c < chunk);
-                let from = at - inside.start;
-                visit(entry, from..from + len, piece.dst + done)?;
-                done += len;
-            }
+            let Ok(()) = self.cut(piece, &bounds, &mut visit);
+        }
+    }
+
+    /// Visits what `piece` has within `bounds`, chunk by chunk.
+    fn cut<E>(
+        &self,
+        piece: &Piece,
+        bounds: &Range<usize>,
+        visit: &mut impl FnMut(usize, Range<usize>, usize) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let mut at = piece.src.max(bounds.start);
+        let end = bounds.end.min(piece.src + piece.len);
+        while at < end {
+            let chunk = at / self.chunk_bytes;
+            let inside = self.chunk(chunk);
+            let len = inside.end.min(end) - at;
+            let entry = self.chunks.partition_point(|&c| c < chunk);
+            let from = at - inside.start;
+            visit(entry, from..from + len, piece.dst + at - piece.src)?;
+            at += len;
         }
         Ok(())
     }
@@ -284,6 +316,15 @@ mod tests {
                 part[to..to + inside.len()].copy_from_slice(&bytes[at + inside.start..at + inside.end]);
                 Ok::<_, ()>(())
             }).unwrap();
+            prop_assert_eq!(&part, &wanted);
+            // One store after the other, into memory that has been used.
+            let mut part = vec![0xa5; plan.part_bytes()];
+            for (first, bytes) in &stores {
+                plan.scatter_within(*first..(first + store).min(entries), |entry, inside, to| {
+                    let at = plan.stored(*first, entry).start;
+                    part[to..to + inside.len()].copy_from_slice(&bytes[at + inside.start..at + inside.end]);
+                });
+            }
             prop_assert_eq!(part, wanted);
         }
     }

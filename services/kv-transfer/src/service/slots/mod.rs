@@ -18,7 +18,7 @@ pub(super) use tickets::{Bearer, Token};
 
 use super::pool::{Extent, FreeList};
 use crate::TransferError;
-use crate::limits::{self, SLOT_ALIGN};
+use crate::limits;
 use cache::Cache;
 use entry::{Content, Holder, Lease, Slot};
 use tickets::Tickets;
@@ -30,9 +30,25 @@ struct Resting {
     until: Instant,
 }
 
+/// What a table may give out.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Bounds {
+    /// Bytes of the pool.
+    pub(super) pool: u64,
+    /// Slots start at multiples of this many bytes.
+    pub(super) page: u64,
+    /// Bytes of the largest slot.
+    pub(super) prefix: u64,
+    /// Slots that live at once.
+    pub(super) slots: usize,
+    /// Bytes of cached prefixes that nobody uses.
+    pub(super) cache: u64,
+}
+
 /// Every slot of a pool.
 #[derive(Debug)]
 pub(super) struct SlotTable {
+    bounds: Bounds,
     pool: FreeList,
     slots: BTreeMap<u64, Slot>,
     resting: Vec<Resting>,
@@ -47,12 +63,13 @@ pub(super) struct SlotTable {
 impl SlotTable {
     /// An empty table. `first` starts the generations; a restarted service passes another one, so
     /// that handles of its former life are told apart.
-    pub(super) fn new(pool_bytes: u64, cache_bytes: u64, first: u64, quarantine: Duration) -> Self {
+    pub(super) fn new(bounds: Bounds, first: u64, quarantine: Duration) -> Self {
         Self {
-            pool: FreeList::new(pool_bytes),
+            bounds,
+            pool: FreeList::new(bounds.pool, bounds.page),
             slots: BTreeMap::new(),
             resting: vec![],
-            cache: Cache::new(cache_bytes),
+            cache: Cache::new(bounds.cache),
             next_generation: first,
             next_lease: first,
             quarantine,
@@ -67,9 +84,9 @@ impl SlotTable {
         asked: Reservation,
     ) -> Result<Grant, TransferError> {
         self.reap(now);
-        let (capacity, bytes) = (self.pool.capacity(), asked.bytes);
-        if bytes == 0 || bytes > capacity {
-            let message = format!("must lie in [1, {capacity}], the size of the pool, got {bytes}");
+        let (most, bytes) = (self.pool.capacity().min(self.bounds.prefix), asked.bytes);
+        if bytes == 0 || bytes > most {
+            let message = format!("must lie in [1, {most}], what the pool takes, got {bytes}");
             return Err(TransferError::invalid("bytes", message));
         }
         if let Some(offer) = &asked.offer {
@@ -78,10 +95,10 @@ impl SlotTable {
                 .map_err(TransferError::Manifest)?;
             same_bytes(bytes, offer.bytes)?;
         }
-        if self.slots.len() >= limits::MAX_SLOTS {
+        if self.slots.len() >= self.bounds.slots {
             return Err(TransferError::TooMany {
                 what: "slots",
-                limit: limits::MAX_SLOTS,
+                limit: self.bounds.slots,
             });
         }
         let Some(extent) = self.make_room(now, bytes) else {
@@ -90,7 +107,7 @@ impl SlotTable {
                 retry_after: self.retry_after(now),
             });
         };
-        let slot = extent.start / SLOT_ALIGN;
+        let slot = extent.start / self.bounds.page;
         let generation = next(&mut self.next_generation);
         let entry = Slot {
             extent,

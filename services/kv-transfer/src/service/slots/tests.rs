@@ -10,11 +10,25 @@ use super::*;
 const TTL: Duration = Duration::from_secs(10);
 const REST: Duration = Duration::from_secs(5);
 const FIRST: u64 = 77;
-const POOL: u64 = 16 * SLOT_ALIGN;
+const PAGE: u64 = limits::MIN_PAGE_BYTES;
+const POOL: u64 = 16 * PAGE;
 const IDENTITY: PrefixIdentity = PrefixIdentity([3; 32]);
 
 fn table() -> (SlotTable, ManualClock) {
-    (SlotTable::new(POOL, 0, FIRST, REST), ManualClock::new())
+    (
+        SlotTable::new(bounds(POOL, 0), FIRST, REST),
+        ManualClock::new(),
+    )
+}
+
+fn bounds(pool: u64, cache: u64) -> Bounds {
+    Bounds {
+        pool,
+        page: PAGE,
+        prefix: pool,
+        slots: limits::MAX_SLOTS,
+        cache,
+    }
 }
 
 fn asks(bytes: u64) -> Reservation {
@@ -221,8 +235,8 @@ fn leases_and_slots_are_bounded() {
     let error = pull(&mut table, &clock, grant.key).unwrap_err();
     assert_eq!(error.code(), Code::ResourceExhausted);
 
-    let pool = SLOT_ALIGN * (limits::MAX_SLOTS as u64 + 1);
-    let mut table = SlotTable::new(pool, 0, FIRST, REST);
+    let pool = PAGE * (limits::MAX_SLOTS as u64 + 1);
+    let mut table = SlotTable::new(bounds(pool, 0), FIRST, REST);
     for _ in 0..limits::MAX_SLOTS {
         reserve(&mut table, &clock, 1);
     }
@@ -386,8 +400,8 @@ proptest! {
     fn the_cache_keeps_its_budget_and_never_stands_in_the_way(
         steps in prop::collection::vec((0u8..6, 1u64..6, 0u64..100), 1..80),
     ) {
-        let budget = 8 * SLOT_ALIGN;
-        let (mut table, clock) = (SlotTable::new(POOL, budget, FIRST, REST), ManualClock::new());
+        let budget = 8 * PAGE;
+        let (mut table, clock) = (SlotTable::new(bounds(POOL, budget), FIRST, REST), ManualClock::new());
         let mut held: Vec<LeaseKey> = vec![];
         for (id, units, cost) in steps {
             let now = clock.now();
@@ -401,7 +415,7 @@ proptest! {
                     }
                 }
                 _ => {
-                    let bytes = units * SLOT_ALIGN;
+                    let bytes = units * PAGE;
                     if let Ok(grant) = table.reserve(now, keeps(bytes, cost, identity)) {
                         let whole = Manifest { identity, ..manifest(bytes) };
                         table.seal_part(now, grant.key, 0, &whole.crcs).unwrap();
@@ -438,7 +452,10 @@ proptest! {
 
 #[test]
 fn a_cached_prefix_whose_reader_died_is_found_but_its_memory_still_rests() {
-    let (mut table, clock) = (SlotTable::new(POOL, POOL, FIRST, REST), ManualClock::new());
+    let (mut table, clock) = (
+        SlotTable::new(bounds(POOL, POOL), FIRST, REST),
+        ManualClock::new(),
+    );
     let bytes = POOL;
     let grant = table
         .reserve(clock.now(), keeps(bytes, 1, IDENTITY))
@@ -471,7 +488,7 @@ fn a_cached_prefix_whose_reader_died_is_found_but_its_memory_still_rests() {
 fn followers_of_a_lost_producer_are_told_and_nobody_new_comes() {
     let (mut table, clock) = table();
     let grant = table
-        .reserve(clock.now(), keeps(SLOT_ALIGN, 1, IDENTITY))
+        .reserve(clock.now(), keeps(PAGE, 1, IDENTITY))
         .unwrap();
     let named = (grant.key.slot, grant.key.generation);
     let refused = table

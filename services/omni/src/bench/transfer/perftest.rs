@@ -3,14 +3,21 @@ use std::path::{Path, PathBuf};
 use std::process::{Output, Stdio};
 use std::time::Duration;
 
-use kv_transfer::engine::Transport;
+use kv_transfer::engine::{EngineConfig, Transport};
 use tokio::process::Command;
 
 use crate::bench::{bad, median};
 use crate::error::OmniError;
 
-/// Its one-sided bandwidths.
-const TESTS: [&str; 2] = ["ucp_put_bw", "ucp_get"];
+/// Its one-sided bandwidths: name, test, and whether UCX gets the options that our own transfers give it.
+const TESTS: [(&str, &str, bool); 4] = [
+    ("ucp_put_bw", "ucp_put_bw", false),
+    ("ucp_get", "ucp_get", false),
+    ("ucp_put_bw, our options", "ucp_put_bw", true),
+    ("ucp_get, our options", "ucp_get", true),
+];
+/// A test that is slower than this part of the best is not run again.
+const HOPELESS: f64 = 0.5;
 /// Bytes that one run is meant to move.
 const VOLUME: usize = 64 << 20;
 /// Fewest and most transfers of one run.
@@ -26,8 +33,10 @@ pub(super) struct Beside {
     program: PathBuf,
     transport: Transport,
     bytes: usize,
-    /// GB/s of each test. One that took longer than [`PATIENCE`] is not run again.
-    rates: [Option<Vec<f64>>; TESTS.len()],
+    /// GB/s of each test.
+    rates: [Vec<f64>; TESTS.len()],
+    /// Tests that are not run again: hopeless ones, and those that took longer than [`PATIENCE`].
+    over: [bool; TESTS.len()],
 }
 
 impl Beside {
@@ -36,31 +45,37 @@ impl Beside {
             program: program.to_owned(),
             transport,
             bytes,
-            rates: [const { Some(vec![]) }; TESTS.len()],
+            rates: [const { vec![] }; TESTS.len()],
+            over: [false; TESTS.len()],
         }
     }
 
     /// One round of each test.
     pub(super) async fn round(&mut self) -> Result<(), OmniError> {
-        for (index, test) in TESTS.into_iter().enumerate() {
-            let Some(rates) = &mut self.rates[index] else {
+        for index in 0..TESTS.len() {
+            if self.over[index] {
                 continue;
-            };
-            match one(&self.program, self.transport, self.bytes, (index, test)).await? {
-                Some(rate) => rates.push(rate),
-                None => self.rates[index] = None,
             }
+            match one(&self.program, self.transport, self.bytes, index).await? {
+                Some(rate) => self.rates[index].push(rate),
+                None => self.over[index] = true,
+            }
+        }
+        let best = self.medians().into_iter().filter_map(|(_, rate)| rate);
+        let enough = HOPELESS * best.fold(0.0, f64::max);
+        for (over, rates) in self.over.iter_mut().zip(&self.rates) {
+            *over |= median(rates) < enough;
         }
         Ok(())
     }
 
-    /// The median of each test; none of one that was too slow.
+    /// The median of each test; none of one that was too slow to end.
     pub(super) fn medians(&self) -> Vec<(String, Option<f64>)> {
-        let of = |rates: &Option<Vec<f64>>| rates.as_deref().map(median);
+        let of = |rates: &Vec<f64>| (!rates.is_empty()).then(|| median(rates));
         TESTS
             .iter()
             .zip(&self.rates)
-            .map(|(test, rates)| ((*test).to_owned(), of(rates)))
+            .map(|((name, ..), rates)| ((*name).to_owned(), of(rates)))
             .collect()
     }
 }
@@ -69,8 +84,11 @@ async fn one(
     program: &Path,
     transport: Transport,
     bytes: usize,
-    (index, test): (usize, &str),
+    index: usize,
 ) -> Result<Option<f64>, OmniError> {
+    let (_, test, ours) = TESTS[index];
+    let options = EngineConfig::only(transport).ucx_options();
+    let options = options.map_err(|error| OmniError::of(&error))?;
     let port = (15_000 + std::process::id() % 20_000) as usize + index;
     let rounds = (VOLUME / bytes).clamp(ROUNDS[0], ROUNDS[1]);
     let command = |more: &[String]| {
@@ -78,6 +96,12 @@ async fn one(
         command
             .args(more)
             .args(["-p", &port.to_string()])
+            .envs(
+                options
+                    .iter()
+                    .filter(|_| ours)
+                    .map(|(name, value)| (name, value)),
+            )
             .env("UCX_TLS", transport.ucx_name())
             .env("UCX_LOG_LEVEL", "error")
             .stdin(Stdio::null())
