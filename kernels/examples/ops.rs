@@ -145,7 +145,7 @@ fn attention(s: &Sizes) {
     };
     let rows: Vec<AttnRow<'_>> = (0..s.rows)
         .map(|r| AttnRow {
-            past: Some(part),
+            past: vec![part],
             fresh: r * s.tokens..(r + 1) * s.tokens,
         })
         .collect();

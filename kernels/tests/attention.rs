@@ -36,6 +36,7 @@ proptest! {
                 v: common::rows(&batch.v, start, len),
                 past: vec![batch.past[i].clone()],
                 specs: vec![batch.specs[i].clone()],
+                page: None,
             };
             let part = common::rows(&together, start, len);
             prop_assert_eq!(common::bits(&alone.run()), common::bits(&part), "row {}", i);
@@ -70,8 +71,19 @@ proptest! {
             v: common::rows(&whole.v, past, n),
             past: vec![(head_major(&whole.k), head_major(&whole.v))],
             specs: vec![RowSpec { past, causal: n, full: 0 }],
+            page: None,
         };
         prop_assert_eq!(common::bits(&tail.run()), common::bits(&common::rows(&whole.run(), past, n)));
+    }
+
+    #[test]
+    fn pages_of_any_length_change_no_bit(
+        heads in head_shapes(), specs in prop::collection::vec(row_spec(), 1..4), page in 1usize..300, seed: u64,
+    ) {
+        let whole = Batch::new(heads, specs, seed);
+        let want = common::bits(&whole.run());
+        let paged = Batch { page: Some(page), ..whole };
+        prop_assert_eq!(common::bits(&paged.run()), want);
     }
 
     #[test]
@@ -124,7 +136,7 @@ fn scores_far_apart_do_not_overflow() {
     let k = Tensor::from_f32(&[2, 1, 2], vec![-300.0, 0.0, 300.0, 0.0]).unwrap();
     let v = Tensor::from_f32(&[2, 1, 2], vec![1.0, 2.0, 3.0, 4.0]).unwrap();
     let rows = [AttnRow {
-        past: None,
+        past: Vec::new(),
         fresh: 0..2,
     }];
     let y = varlen_attention(&q, &k, &v, &rows, &[causal(0, 0..2, 0)], 1.0).unwrap();
@@ -168,7 +180,7 @@ fn bad_rows_and_segments_are_named() {
     named(
         run(
             &[AttnRow {
-                past: None,
+                past: Vec::new(),
                 fresh: 0..5,
             }],
             &[full(0, 0..4, 4)],
@@ -176,8 +188,14 @@ fn bad_rows_and_segments_are_named() {
         "row.fresh",
     );
     let mut long = good[0].clone();
-    long.past = long.past.map(|p| KvPart { len: 3, ..p });
+    long.past[0].len = 3;
     named(run(&[long], &batch.segments()), "row.past");
+    let mut uneven = good[0].clone();
+    let part = uneven.past[0];
+    uneven.past = vec![KvPart { len: 1, ..part }, part];
+    named(run(&[uneven.clone()], &[]), "parts of row.past");
+    uneven.past = vec![KvPart { len: 0, ..part }];
+    named(run(&[uneven], &[]), "parts of row.past");
     let three = Tensor::zeros(&[4, 3, 4]).unwrap();
     let two = Tensor::zeros(&[4, 2, 4]).unwrap();
     let error = varlen_attention(&three, &two, &two, &good, &batch.segments(), 1.0).unwrap_err();

@@ -68,7 +68,7 @@ impl Part {
                 let fresh = at + len..at + keys.len();
                 at += keys.len();
                 AttnRow {
-                    past: Some(past),
+                    past: (len > 0).then_some(past).into_iter().collect(),
                     fresh,
                 }
             })
@@ -224,7 +224,7 @@ proptest! {
 /// Two rows of three queries over `keys` fresh keys each; `[T 6, Hq 2, D 4]`, one KV head.
 fn two_rows(keys: usize) -> (Tensor, Tensor, [AttnRow<'static>; 2]) {
     let row = |r: usize| AttnRow {
-        past: None,
+        past: Vec::new(),
         fresh: r * keys..(r + 1) * keys,
     };
     let (q, k) = (random(1, &[6, 2, 4]), random(2, &[2 * keys, 1, 4]));
@@ -335,7 +335,7 @@ fn scores_far_apart_do_not_overflow_the_lse() {
     let q = Tensor::from_f32(&[1, 1, 2], vec![300.0, 0.0]).unwrap();
     let k = Tensor::from_f32(&[2, 1, 2], vec![-300.0, 0.0, 300.0, 0.0]).unwrap();
     let row = AttnRow {
-        past: None,
+        past: Vec::new(),
         fresh: 0..2,
     };
     let part = varlen_attention_partial(&q, &[row], &k, &k, &[full(0, 0..1, 2)], 1.0).unwrap();
@@ -392,13 +392,13 @@ fn bad_rows_segments_and_shapes_are_named() {
     named(run(&rows, &[]), "row.fresh is 11, the limit is 10");
     rows[1].fresh = 5..10;
     let cached = [0.0; 4];
-    rows[1].past = Some(KvPart {
+    rows[1].past = vec![KvPart {
         k: &cached,
         v: &cached,
         head_stride: 4,
         token_stride: 4,
         len: 2,
-    });
+    }];
     named(run(&rows, &[]), "row.past end is 8, the limit is 4");
     let with =
         |q: &Tensor, k: &Tensor, v: &Tensor| varlen_attention_partial(q, &good, k, v, &[], 1.0);

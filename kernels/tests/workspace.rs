@@ -41,7 +41,7 @@ fn attention_scratch_does_not_grow_with_the_tokens() {
         for tokens in [1, 64, 1024, 4096] {
             let [q, k] = [heads.q, heads.kv].map(|h| random(1, &[tokens, h, heads.dim]));
             let rows = [AttnRow {
-                past: None,
+                past: Vec::new(),
                 fresh: 0..tokens,
             }];
             let segments = [full(0, 0..tokens, tokens)];

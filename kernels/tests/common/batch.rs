@@ -23,6 +23,8 @@ pub(crate) struct Batch {
     /// Per row, head-major `[kv][past][dim]`.
     pub(crate) past: Vec<(Vec<f32>, Vec<f32>)>,
     pub(crate) specs: Vec<RowSpec>,
+    /// Tokens of a page of the cached part; it is in one piece otherwise.
+    pub(crate) page: Option<usize>,
 }
 
 impl Batch {
@@ -44,6 +46,7 @@ impl Batch {
             v: random(seed ^ 3, &[tokens, heads.kv, heads.dim]),
             past,
             specs,
+            page: None,
         }
     }
 
@@ -56,15 +59,17 @@ impl Batch {
                 let fresh = at..at + s.causal + s.full;
                 at = fresh.end;
                 let (head_stride, token_stride) = (s.past * self.heads.dim, self.heads.dim);
-                let part = KvPart {
-                    k,
-                    v,
+                // A view of the same memory, cut into pages.
+                let page = self.page.unwrap_or(s.past).max(1);
+                let parts = (0..s.past).step_by(page).map(|first| KvPart {
+                    k: &k[first * token_stride..],
+                    v: &v[first * token_stride..],
                     head_stride,
                     token_stride,
-                    len: s.past,
-                };
+                    len: page.min(s.past - first),
+                });
                 AttnRow {
-                    past: (s.past > 0).then_some(part),
+                    past: parts.collect(),
                     fresh,
                 }
             })

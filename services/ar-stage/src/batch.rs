@@ -3,16 +3,26 @@
 //!
 //! Nobody waits for another's prompt: tokens of texts come first in a pass, and pieces of prompts fill the
 //! rest of [`PASS_TOKENS`]. A result depends on neither the pieces nor the others.
+//!
+//! Rows take pages as they grow. When none are left, those that rows have left behind go first; then the request
+//! that came last gives its pages up and waits, to be computed again when there is room. Who came first always
+//! goes on, so nobody waits for ever.
+mod plan;
+
 use std::sync::Arc;
 
-use model::Advance;
+use base::{Code, Failure};
+use model::{Advance, PAGE_TOKENS, pages_for};
 use stage::{Ranks, StageError};
+use telemetry::Metrics;
 use tokio::sync::{mpsc, oneshot};
 
 use crate::{
+    pools::Pools,
     row::{Row, is_ring},
     run::{Begun, Outcome, Run},
 };
+use plan::{Part, Step, parts, planned};
 
 /// Most requests under way at once; more wait in the queue.
 pub(crate) const MAX_RUNNING: usize = 32;
@@ -34,6 +44,8 @@ pub(crate) struct Job {
     /// Where its rows go once they are begun.
     begun: Option<oneshot::Sender<Begun>>,
     answer: oneshot::Sender<Result<Ended, StageError>>,
+    /// It has given its pages up and waits for others.
+    waits: bool,
 }
 
 /// The end of a request.
@@ -101,6 +113,7 @@ impl Job {
             untold: String::new(),
             begun: Some(desk.begun),
             answer: desk.answer,
+            waits: false,
         }
     }
 
@@ -140,35 +153,41 @@ impl Job {
 #[derive(Debug)]
 pub(crate) struct Batch {
     ranks: Arc<Ranks>,
+    pools: Pools,
+    /// In the order in which they came.
     jobs: Vec<Job>,
     pass_tokens: usize,
-    /// Tokens for which there is room in caches.
+    /// Tokens for which there is room on a GPU.
     held_tokens: usize,
-}
-
-/// What one row does in a pass.
-struct Part<'a> {
-    job: usize,
-    row: &'a mut Row,
-    to: usize,
-    logits: bool,
 }
 
 /// What a pass did for a job.
 type Passed = (usize, Result<Option<Vec<f32>>, StageError>);
 
 impl Batch {
-    pub(crate) fn new(ranks: Arc<Ranks>) -> Self {
+    /// An empty batch, with pools for its rows.
+    ///
+    /// # Errors
+    /// The pools cannot be addressed.
+    pub(crate) fn new(ranks: Arc<Ranks>, metrics: Metrics) -> Result<Self, StageError> {
         #[cfg(feature = "cuda")]
         let room = ranks.gpus().map(stage::GpuRanks::tokens);
         #[cfg(not(feature = "cuda"))]
         let room: Option<usize> = None;
-        Self {
+        let held_tokens = room.map_or(MAX_HELD_TOKENS, |room| room.min(MAX_HELD_TOKENS));
+        Ok(Self {
+            pools: Pools::new(&ranks, held_tokens, metrics)?,
             ranks,
             jobs: Vec::new(),
             pass_tokens: PASS_TOKENS,
-            held_tokens: room.map_or(MAX_HELD_TOKENS, |room| room.min(MAX_HELD_TOKENS)),
-        }
+            held_tokens,
+        })
+    }
+
+    /// Other pools.
+    #[cfg(test)]
+    pub(crate) fn with_pools(self, pools: Pools) -> Self {
+        Self { pools, ..self }
     }
 
     /// Passes of other lengths, which change no result.
@@ -192,11 +211,25 @@ impl Batch {
         self.jobs.is_empty()
     }
 
-    /// Whether a request may join.
+    /// Where its rows are.
+    pub(crate) fn pools(&self) -> &Pools {
+        &self.pools
+    }
+
+    /// Whether a request may join: there are pages for all that it begins with, and nobody waits for some. On a GPU
+    /// there must be room for all that it may have.
     pub(crate) fn has_room_for(&self, run: &Run) -> bool {
-        let held: usize = self.jobs.iter().map(|job| job.run.capacity()).sum();
-        self.is_empty()
-            || (self.jobs.len() < MAX_RUNNING && held + run.capacity() <= self.held_tokens)
+        if self.is_empty() {
+            return true;
+        }
+        let room = if self.pools.pages() == 0 {
+            let held: usize = self.jobs.iter().map(|job| job.run.capacity()).sum();
+            held + run.capacity() <= self.held_tokens
+        } else {
+            let needed = pages_for(run.tokens()) + self.jobs.len();
+            !self.jobs.iter().any(|job| job.waits) && needed <= self.pools.available()
+        };
+        room && self.jobs.len() < MAX_RUNNING
     }
 
     pub(crate) fn add(&mut self, job: Job) {
@@ -212,6 +245,7 @@ impl Batch {
     pub(crate) fn pass(&mut self) {
         self.jobs.retain(|job| !job.answer.is_closed());
         self.jobs.iter_mut().for_each(Job::begin);
+        self.go_on();
         let passed = self.compute();
         let mut errors: Vec<Option<StageError>> = self.jobs.iter().map(|_| None).collect();
         let mut logits: Vec<Option<Vec<f32>>> = self.jobs.iter().map(|_| None).collect();
@@ -242,23 +276,78 @@ impl Batch {
         }
     }
 
+    /// Requests that gave their pages up go on, in the order in which they came, as far as there are pages. The
+    /// first request of all never waits.
+    fn go_on(&mut self) {
+        let others = self.jobs.iter().filter(|job| !job.waits).count();
+        let mut available = self.pools.available();
+        for (index, job) in self.jobs.iter_mut().enumerate() {
+            if !job.waits {
+                continue;
+            }
+            let needed = pages_for(job.run.tokens()) + others;
+            if index > 0 && needed > available {
+                return;
+            }
+            available = available.saturating_sub(needed);
+            job.waits = false;
+        }
+    }
+
+    /// Gets pages for every step. Who comes last makes room for who came first; a request that finds none even
+    /// alone fails.
+    fn make_room(&mut self, steps: &mut Vec<Step>) -> Vec<Passed> {
+        let mut failed = Vec::new();
+        let mut next = 0;
+        while let Some(step) = steps.get(next).copied() {
+            let rows = self.jobs[step.job].run.rows().into_iter();
+            let Some(missing) = rows.map(|(row, _)| row).nth(step.row).and_then(|row| {
+                let there = row.reserve(step.to);
+                (!there).then(|| pages_for(step.to).saturating_sub(row.pages()) + 1)
+            }) else {
+                next += 1;
+                continue;
+            };
+            if self.pools.evict(missing) {
+                continue;
+            }
+            let last = self.jobs.iter().rposition(|job| job.run.pages() > 0);
+            let last = last.map_or(step.job, |index| index.max(step.job));
+            self.jobs[last].run.forget();
+            if last == 0 {
+                let pool = self.pools.pages();
+                failed.push((last, Err(StageError::of(&too_long(step.to, pool)))));
+            } else {
+                self.jobs[last].waits = true;
+                self.pools.preempted();
+            }
+            steps.retain(|step| step.job != last);
+            next = 0;
+        }
+        failed
+    }
+
     /// Computes a part of every row that finds a place. When the pass fails, each part runs alone once, so
     /// that only the guilty one fails.
     fn compute(&mut self) -> Vec<Passed> {
         let ranks = Arc::clone(&self.ranks);
-        let mut parts = planned(&mut self.jobs, self.pass_tokens, is_ring(&ranks));
+        let mut steps = planned(&mut self.jobs, self.pass_tokens, is_ring(&ranks));
+        let mut passed = self.make_room(&mut steps);
+        let mut parts = parts(&mut self.jobs, &steps);
         let starts: Vec<usize> = parts.iter().map(|part| part.row.held()).collect();
         let error = match run(&ranks, &mut parts) {
             Ok(logits) => {
+                parts.iter_mut().for_each(|part| part.row.keep(&self.pools));
                 let jobs = parts.iter().map(|part| part.job);
-                return jobs.zip(logits.into_iter().map(Ok)).collect();
+                passed.extend(jobs.zip(logits.into_iter().map(Ok)));
+                return passed;
             }
             Err(error) => error,
         };
         if let [part] = &parts[..] {
-            return vec![(part.job, Err(error))];
+            passed.push((part.job, Err(error)));
+            return passed;
         }
-        let mut passed = Vec::with_capacity(parts.len());
         for (part, start) in parts.iter_mut().zip(starts) {
             let rewound = part.row.rewind(start).map_err(StageError::from);
             let alone = rewound.and_then(|()| run(&ranks, std::slice::from_mut(part)));
@@ -269,47 +358,12 @@ impl Batch {
     }
 }
 
-/// Who does what in a pass: a token of every text, then pieces in the order in which requests came.
-fn planned(jobs: &mut [Job], tokens: usize, whole: bool) -> Vec<Part<'_>> {
-    let mut parts: Vec<Part<'_>> = Vec::new();
-    for (job, of) in jobs.iter_mut().enumerate() {
-        for (row, logits) in of.run.rows() {
-            parts.push(Part {
-                job,
-                to: row.held(),
-                row,
-                logits,
-            });
-        }
-    }
-    let mut left = tokens;
-    for part in &mut parts {
-        if part.row.left() == 1 {
-            part.to += 1;
-            left = left.saturating_sub(1);
-        }
-    }
-    let mut pieces = 0;
-    for part in &mut parts {
-        let start = part.row.held();
-        if part.to > start || (left == 0 && pieces > 0) {
-            continue;
-        }
-        let budget = if whole { usize::MAX } else { left.max(1) };
-        let to = part.row.grow.piece_end(start, budget);
-        // A span that is longer than what is left goes first in a pass of its own.
-        if to - start > left && pieces > 0 {
-            continue;
-        }
-        part.to = to;
-        pieces += 1;
-        left = left.saturating_sub(to - start);
-    }
-    parts.retain(|part| part.to > part.row.held());
-    for part in &mut parts {
-        part.logits &= part.to == part.row.grow.ids().len();
-    }
-    parts
+/// A row for which the whole pool is too small.
+fn too_long(tokens: usize, pages: usize) -> Failure {
+    let message = format!(
+        "{tokens} tokens of a row find no place among {pages} pages of {PAGE_TOKENS} tokens"
+    );
+    Failure::new(Code::ResourceExhausted, message)
 }
 
 /// One packed pass over all ranks; the logits of each part that wanted them.
@@ -324,7 +378,7 @@ fn run(ranks: &Ranks, parts: &mut [Part<'_>]) -> Result<Vec<Option<Vec<f32>>>, S
     let count = ranks.models().len();
     let mut by_rank: Vec<Vec<Advance<'_>>> = (0..count).map(|_| Vec::new()).collect();
     for part in parts {
-        let Row { grow, caches } = &mut *part.row;
+        let Row { grow, caches, .. } = &mut *part.row;
         for (rows, cache) in by_rank.iter_mut().zip(caches.on_host()) {
             rows.push(Advance {
                 row: grow,
@@ -349,7 +403,7 @@ fn run_on_gpu(
     parts: &mut [Part<'_>],
 ) -> Result<Vec<Option<Vec<f32>>>, StageError> {
     let advances = parts.iter_mut().filter_map(|part| {
-        let Row { grow, caches } = &mut *part.row;
+        let Row { grow, caches, .. } = &mut *part.row;
         match caches {
             crate::row::Caches::Device(cache) => Some(model::gpu::GpuAdvance {
                 row: grow,
@@ -366,4 +420,6 @@ fn run_on_gpu(
 }
 
 #[cfg(test)]
-mod tests;
+mod paging;
+#[cfg(test)]
+pub(crate) mod tests;

@@ -8,12 +8,14 @@ use std::{
 };
 
 use stage::{Ranks, StageError, engine::guard};
+use telemetry::Metrics;
 use tokio::sync::mpsc;
 
 use crate::{
     batch::{Batch, Desk, Job, MAX_RUNNING, Ticket, ticket},
     order::Order,
     pictures::Pictures,
+    pools::Pools,
     run::Run,
 };
 
@@ -35,6 +37,7 @@ pub(crate) struct Decoder {
     bound: usize,
     /// Requests that the thread has taken.
     running: Arc<AtomicUsize>,
+    pools: Pools,
 }
 
 impl Decoder {
@@ -42,13 +45,19 @@ impl Decoder {
     ///
     /// # Errors
     /// The operating system gives no thread.
-    pub(crate) fn start(ranks: Arc<Ranks>, bound: usize) -> Result<Self, StageError> {
+    pub(crate) fn start(
+        ranks: Arc<Ranks>,
+        bound: usize,
+        metrics: Metrics,
+    ) -> Result<Self, StageError> {
+        let batch = Batch::new(ranks, metrics)?;
+        let pools = batch.pools().clone();
         let (queue, asked) = mpsc::channel(bound.max(1));
         let running = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&running);
         std::thread::Builder::new()
             .name(NAME.to_owned())
-            .spawn(move || serve(Batch::new(ranks), asked, &counted))
+            .spawn(move || serve(batch, asked, &counted))
             .map_err(|source| StageError::Io {
                 what: format!("start thread {NAME}"),
                 source,
@@ -57,7 +66,13 @@ impl Decoder {
             queue,
             bound,
             running,
+            pools,
         })
+    }
+
+    /// Where its rows are.
+    pub(crate) fn pools(&self) -> &Pools {
+        &self.pools
     }
 
     /// Hands a request over. Dropping its ticket cancels it at the next token.
@@ -133,8 +148,8 @@ fn begun(batch: &Batch, asked: Asked) -> Option<Job> {
     if desk.is_deserted() {
         return None;
     }
-    let ranks = batch.ranks();
-    match guard(NAME, || Run::new(ranks, order, pictures)).and_then(|run| run) {
+    let pools = (batch.ranks(), batch.pools());
+    match guard(NAME, || Run::new(pools, order, pictures)).and_then(|run| run) {
         Ok(run) => Some(Job::new(run, desk)),
         Err(error) => {
             desk.refuse(error);

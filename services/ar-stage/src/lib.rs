@@ -4,9 +4,11 @@
 
 mod answers;
 mod batch;
+mod beginning;
 mod decoder;
 mod order;
 mod pictures;
+mod pools;
 mod prefix;
 mod publish;
 mod row;
@@ -15,6 +17,9 @@ mod service;
 mod stream;
 mod text;
 mod work;
+
+#[cfg(test)]
+mod across;
 
 use std::{path::PathBuf, sync::Arc};
 

@@ -36,6 +36,8 @@ pub(crate) enum Size {
 #[derive(Debug, Clone)]
 pub(crate) struct Order {
     pub(crate) prompt: String,
+    /// Whose request it is; empty: nobody's in particular.
+    pub(crate) tenant: String,
     pub(crate) system_prompt: Option<String>,
     /// Of the system prompt, if it was chosen by name.
     pub(crate) fingerprint: String,
@@ -88,6 +90,7 @@ impl Order {
         let (system_prompt, fingerprint) = system_prompt(request, task, model)?;
         Ok(Self {
             prompt: request.prompt.clone(),
+            tenant: request.tenant.clone(),
             system_prompt,
             fingerprint,
             template,

@@ -8,6 +8,7 @@ use proto::v1::prefix_row::Kind;
 use stage::{Ranks, StageError};
 
 use crate::{
+    pools::Names,
     row::{Row, is_ring},
     run::Brief,
     stream::{self, BegunRow, Stream},
@@ -30,7 +31,7 @@ pub(crate) struct PrefixPhase {
 enum Negative {
     /// Begins with the first `at` tokens of the other row, once these are there.
     Waits {
-        grow: GrowingRow,
+        row: (GrowingRow, Names),
         at: usize,
     },
     Row(Row),
@@ -45,30 +46,37 @@ impl PrefixPhase {
         text: Option<Row>,
     ) -> Result<Self, StageError> {
         let features = &brief.pictures.features;
-        let grow = |kind| GrowingRow::new(&RowTokens::with_images(&layout, kind, features));
+        let model = ranks.first();
+        let grow = |kind| {
+            let tokens = RowTokens::with_images(&layout, kind, features);
+            let names = Names::new(model, &tokens, &brief.order.tenant)?;
+            Ok::<_, StageError>((GrowingRow::new(&tokens)?, names))
+        };
         let (cond, uncond) = (grow(RowKind::Cond)?, grow(RowKind::Uncond)?);
-        let (tokens, shared) = (layout.prefix_len(), cond.shared_with(&uncond));
+        let (tokens, shared) = (layout.prefix_len(), cond.0.shared_with(&uncond.0));
+        let pools = (ranks, &brief.pools);
         let whole = is_ring(ranks);
         let reused = match &text {
-            Some(row) if !whole => row.grow.shared_with(&cond).min(row.held()),
+            Some(row) if !whole => row.grow.shared_with(&cond.0).min(row.held()),
             _ => 0,
         };
         let waits = !whole && shared > 0 && (text.is_some() || !features.is_empty());
         let cond = match text {
             Some(mut row) if reused > 0 && row.capacity() >= tokens => {
                 row.rewind(reused)?;
-                Row { grow: cond, ..row }
+                let (grow, names) = cond;
+                Row { grow, names, ..row }
             }
             Some(row) if reused > 0 => row.branch(cond, reused, tokens)?,
-            _ => Row::new(ranks, cond, tokens)?,
+            _ => Row::new(pools, cond, tokens)?,
         };
         let uncond = match (brief.order.negative_row, waits) {
             (false, _) => None,
             (true, true) => Some(Negative::Waits {
-                grow: uncond,
+                row: uncond,
                 at: shared,
             }),
-            (true, false) => Some(Negative::Row(Row::new(ranks, uncond, tokens)?)),
+            (true, false) => Some(Negative::Row(Row::new(pools, uncond, tokens)?)),
         };
         brief.sized(ranks.first(), &layout);
         brief.written.reused = reused;
@@ -139,14 +147,32 @@ impl PrefixPhase {
 
     /// Starts the row without the prompt once what it begins with is there.
     pub(crate) fn branch(&mut self, ranks: &Ranks) -> Result<(), StageError> {
-        if let Some(Negative::Waits { grow, at }) = &self.uncond
+        if let Some(Negative::Waits { row, at }) = &self.uncond
             && self.cond.held() >= *at
         {
-            let row = self.cond.branch(grow.clone(), *at, self.tokens())?;
+            let row = self.cond.branch(row.clone(), *at, self.tokens())?;
             self.uncond = Some(Negative::Row(row));
             self.attach(ranks, 1)?;
         }
         Ok(())
+    }
+
+    /// Every row that has begun.
+    pub(crate) fn all(&mut self) -> impl Iterator<Item = &mut Row> {
+        let uncond = match &mut self.uncond {
+            Some(Negative::Row(row)) => Some(row),
+            Some(Negative::Waits { .. }) | None => None,
+        };
+        std::iter::once(&mut self.cond).chain(uncond)
+    }
+
+    /// Pages of its rows on each rank; shared ones count for each.
+    pub(crate) fn pages(&self) -> usize {
+        let uncond = match &self.uncond {
+            Some(Negative::Row(row)) => row.pages(),
+            Some(Negative::Waits { .. }) | None => 0,
+        };
+        self.cond.pages() + uncond
     }
 
     /// Rows that can be computed now.

@@ -46,7 +46,7 @@ impl Pace {
         self.ns_per_token.store(each, Ordering::Relaxed);
     }
 
-    fn cost_us(&self, tokens: usize) -> u64 {
+    pub(crate) fn cost_us(&self, tokens: usize) -> u64 {
         let each = self.ns_per_token.load(Ordering::Relaxed);
         each.saturating_mul(tokens as u64) / 1_000
     }
@@ -61,6 +61,8 @@ pub(crate) struct Publisher<'a> {
     pub(crate) request_id: &'a str,
     /// Whose request it is; empty: nobody's in particular.
     pub(crate) tenant: &'a str,
+    /// Pictures are shown: no row of the request is everybody's.
+    pub(crate) shows: bool,
     pub(crate) pace: &'a Pace,
 }
 
@@ -98,18 +100,23 @@ impl Placed {
 }
 
 impl Publisher<'_> {
+    /// Who may find a cached row: everybody the row without the prompt and without pictures, the tenant all others.
+    fn scope(&self, kind: Kind) -> &str {
+        match kind {
+            Kind::Uncond if !self.shows => "",
+            Kind::Uncond | Kind::Cond | Kind::Unspecified => own_scope(self.tenant),
+        }
+    }
+
     /// Looks a row up in the cache of the node.
     pub(crate) async fn find(
         &self,
         kind: Kind,
         identity: PrefixIdentity,
     ) -> Result<Option<Published>, TransferError> {
-        let found = self.client.lookup(
-            self.endpoint,
-            identity,
-            scope(kind, self.tenant),
-            self.request_id,
-        );
+        let found = self
+            .client
+            .lookup(self.endpoint, identity, self.scope(kind), self.request_id);
         Ok(found.await?.map(|(handle, lease)| Published {
             kind,
             handle,
@@ -155,7 +162,7 @@ impl Publisher<'_> {
             geometry: row.geometry,
             tokens: row.tokens,
             cache: Some(CacheTerms {
-                scope: scope(row.kind, self.tenant).to_owned(),
+                scope: self.scope(row.kind).to_owned(),
                 cost_us: self.pace.cost_us(row.tokens),
             }),
         };
@@ -243,14 +250,10 @@ impl Open {
     }
 }
 
-/// Who may find a cached row: everybody the row without the prompt, the tenant all others.
-fn scope(kind: Kind, tenant: &str) -> &str {
-    match kind {
-        Kind::Uncond => "",
-        Kind::Cond | Kind::Unspecified if tenant.is_empty() => NOBODY,
-        Kind::Cond | Kind::Unspecified => tenant,
-    }
+/// Scope of what only the tenant may find.
+pub(crate) fn own_scope(tenant: &str) -> &str {
+    if tenant.is_empty() { NOBODY } else { tenant }
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -4,11 +4,15 @@ use model::gpu::GpuCache;
 use model::{GrowingRow, KvCache, ModelError, PrefixKv, RankShard};
 use stage::{Ranks, StageError};
 
+use crate::pools::{Names, Pools};
+
 /// A row and each rank's cache of it.
 #[derive(Debug)]
 pub(crate) struct Row {
     pub(crate) grow: GrowingRow,
     pub(crate) caches: Caches,
+    /// Of its pages.
+    pub(crate) names: Names,
 }
 
 /// Keys and values of a row, where they are computed.
@@ -44,30 +48,38 @@ impl Caches {
 }
 
 impl Row {
-    /// A row of which nothing is computed, with room for `capacity` tokens.
+    /// A row that is to have at most `capacity` tokens. What is there of its beginning is not computed again.
     pub(crate) fn new(
-        ranks: &Ranks,
-        grow: GrowingRow,
+        (ranks, pools): (&Ranks, &Pools),
+        (grow, mut names): (GrowingRow, Names),
         capacity: usize,
     ) -> Result<Self, StageError> {
         #[cfg(feature = "cuda")]
         if let Some(gpus) = ranks.gpus() {
             let cache = gpus.run(vec![()], |model, ()| model.cache(capacity))?;
             let caches = device(cache)?;
-            return Ok(Self { grow, caches });
+            return Ok(Self {
+                grow,
+                caches,
+                names,
+            });
         }
-        let caches = ranks.models().iter().map(|model| model.cache(capacity));
-        let caches = caches.collect::<Result<_, _>>()?;
+        // Ranks of a ring hold different tokens: their rows are computed whole.
+        if is_ring(ranks) {
+            names = Names::default();
+        }
+        let caches = pools.caches(&grow, &mut names, capacity);
         Ok(Self {
             grow,
             caches: Caches::Host(caches),
+            names,
         })
     }
 
     /// A row that begins with the first `tokens` tokens of this one.
     pub(crate) fn branch(
         &self,
-        grow: GrowingRow,
+        (grow, names): (GrowingRow, Names),
         tokens: usize,
         capacity: usize,
     ) -> Result<Self, StageError> {
@@ -79,7 +91,36 @@ impl Row {
             #[cfg(feature = "cuda")]
             Caches::Device(cache) => Caches::Device(Box::new(cache.branch(tokens, capacity)?)),
         };
-        Ok(Self { grow, caches })
+        Ok(Self {
+            grow,
+            caches,
+            names,
+        })
+    }
+
+    /// Makes sure of pages for the first `tokens` tokens; false when there are none left.
+    pub(crate) fn reserve(&mut self, tokens: usize) -> bool {
+        let caches = self.caches.on_host();
+        caches.iter_mut().all(|cache| cache.reserve(tokens))
+    }
+
+    /// Leaves its full pages for those that begin like it.
+    pub(crate) fn keep(&mut self, pools: &Pools) {
+        pools.keep(self.caches.on_host(), &mut self.names);
+    }
+
+    /// Forgets what is computed and gives the pages back; it is computed again later.
+    pub(crate) fn forget(&mut self) {
+        self.caches.on_host().iter_mut().for_each(KvCache::clear);
+    }
+
+    /// Pages that it has on each rank.
+    pub(crate) fn pages(&self) -> usize {
+        match &self.caches {
+            Caches::Host(caches) => caches.first().map_or(0, |cache| cache.pages().len()),
+            #[cfg(feature = "cuda")]
+            Caches::Device(_) => 0,
+        }
     }
 
     /// Tokens whose keys and values are there.

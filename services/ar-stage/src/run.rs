@@ -5,6 +5,7 @@ use base::clock;
 use kv::PrefixIdentity;
 use model::{
     Bucket, Model, ModelError, PrefixKv, RowKind, RowTokens, SequenceLayout, Target,
+    cond::CondFeatures,
     layout::{ImageGrid, LayoutInput},
     preprocess::aligned_size,
 };
@@ -12,12 +13,14 @@ use proto::v1::prefix_row::Kind;
 use stage::{Ranks, StageError};
 
 use crate::{
+    beginning::Beginning,
     order::{Order, Size, Task},
     pictures::Pictures,
+    pools::Pools,
     prefix::PrefixPhase,
     row::Row,
     stream::BegunRow,
-    text::TextPhase,
+    text::{self, TextPhase},
 };
 
 /// What a request came to.
@@ -65,6 +68,8 @@ pub(crate) struct Brief {
     pub(crate) order: Order,
     pub(crate) pictures: Pictures,
     pub(crate) written: Written,
+    /// Where its rows are.
+    pub(crate) pools: Pools,
     started: Instant,
 }
 
@@ -84,8 +89,9 @@ enum Phase {
 }
 
 impl Brief {
-    fn new(order: Order, pictures: Pictures) -> Self {
+    fn new(pools: Pools, order: Order, pictures: Pictures) -> Self {
         Self {
+            pools,
             written: Written {
                 fingerprint: order.fingerprint.clone(),
                 ..Written::default()
@@ -163,18 +169,26 @@ impl Brief {
     }
 }
 
-/// The rows of a picture that is drawn at once, by name, and what is known of it: enough to look for them
-/// before anything is computed. None when something is written first.
+/// What can be looked for before anything is computed.
 pub(crate) fn foreseen(
-    ranks: &Ranks,
+    (ranks, pools): (&Ranks, &Pools),
     order: &Order,
     pictures: &Pictures,
-) -> Result<Option<Foreseen>, StageError> {
+) -> Result<Foreseen, StageError> {
     let (order, pictures) = (order.clone(), pictures.clone());
-    let mut brief = Brief::new(order, pictures);
+    let mut brief = Brief::new(pools.clone(), order, pictures);
     let model = ranks.first();
+    let begins = |layout: &SequenceLayout, features: &[CondFeatures]| {
+        let row = RowTokens::with_images(layout, RowKind::Cond, features);
+        Beginning::of((ranks, pools), &row)
+    };
     let (Task::Draw, Some(bucket)) = (brief.order.task, brief.bucket(model)?) else {
-        return Ok(None);
+        let layout = text::layout(model, &brief)?;
+        return Ok(Foreseen {
+            rows: Vec::new(),
+            beginning: begins(&layout, &brief.pictures.features)?,
+            written: brief.written,
+        });
     };
     let layout = brief.picture_layout(model, bucket, &[])?;
     brief.drawn(model, &layout);
@@ -187,24 +201,33 @@ pub(crate) fn foreseen(
     if brief.order.negative_row {
         rows.push(named(Kind::Uncond, RowKind::Uncond)?);
     }
-    Ok(Some(Foreseen {
+    Ok(Foreseen {
         rows,
+        beginning: begins(&layout, &brief.pictures.features)?,
         written: brief.written,
-    }))
+    })
 }
 
 /// See [`foreseen`].
 #[derive(Debug)]
 pub(crate) struct Foreseen {
+    /// The rows of a picture that is drawn at once, by name; none when something is written first.
     pub(crate) rows: Vec<(Kind, PrefixIdentity)>,
+    /// What the rows have in common with those of others.
+    pub(crate) beginning: Option<Beginning>,
+    /// What is known of the picture.
     pub(crate) written: Written,
 }
 
 impl Run {
     /// Lays a request out.
-    pub(crate) fn new(ranks: &Ranks, order: Order, pictures: Pictures) -> Result<Self, StageError> {
+    pub(crate) fn new(
+        (ranks, pools): (&Ranks, &Pools),
+        order: Order,
+        pictures: Pictures,
+    ) -> Result<Self, StageError> {
         let model = ranks.first();
-        let mut brief = Brief::new(order, pictures);
+        let mut brief = Brief::new(pools.clone(), order, pictures);
         let phase = match (brief.order.task, brief.bucket(model)?) {
             (Task::Draw, Some(bucket)) => {
                 let layout = brief.picture_layout(model, bucket, &[])?;
@@ -224,6 +247,40 @@ impl Run {
             Phase::Prefix(prefix) => 2 * prefix.tokens(),
             Phase::Over => 0,
         }
+    }
+
+    /// Tokens of its rows as they stand, and the next one of each.
+    pub(crate) fn tokens(&self) -> usize {
+        match &self.phase {
+            Phase::Text(text) => text.row.grow.ids().len() + 1,
+            Phase::Prefix(prefix) => 2 * prefix.tokens(),
+            Phase::Over => 0,
+        }
+    }
+
+    /// Forgets what is computed of its rows and gives their pages back; it is computed again later, with the same
+    /// outcome.
+    pub(crate) fn forget(&mut self) {
+        match &mut self.phase {
+            Phase::Text(text) => text.row.forget(),
+            Phase::Prefix(prefix) => prefix.all().for_each(Row::forget),
+            Phase::Over => {}
+        }
+    }
+
+    /// Pages that its rows have on each rank; shared ones count for each.
+    pub(crate) fn pages(&self) -> usize {
+        match &self.phase {
+            Phase::Text(text) => text.row.pages(),
+            Phase::Prefix(prefix) => prefix.pages(),
+            Phase::Over => 0,
+        }
+    }
+
+    /// Tokens of its first row that are there.
+    #[cfg(test)]
+    pub(crate) fn held(&mut self) -> usize {
+        self.rows().first().map_or(0, |(row, _)| row.held())
     }
 
     /// The rows that can be computed now, and whether the logits behind their last token are wanted.

@@ -29,7 +29,7 @@ use crate::{
     answers::{Answer, Answers},
     batch::{MAX_RUNNING, Ticket},
     decoder::Decoder,
-    order::{Order, Task},
+    order::Order,
     pictures::{self, Pictures},
     publish::{Pace, Published, Publisher},
     run::{Begun, Foreseen, Outcome, foreseen},
@@ -105,11 +105,13 @@ impl ArStage {
             endpoint: &self.config.kv_transfer,
             request_id: &request_id,
             tenant: &tenant,
+            shows: !pictures.grids.is_empty(),
             pace: &self.pace,
         };
         let (mut order, started) = (order, clock::now());
         let mut known = Vec::new();
-        if let Some(ahead) = self.foresee(ranks, &order, &pictures).await? {
+        let ahead = self.foresee((ranks, decoder), &order, &pictures).await?;
+        if !ahead.rows.is_empty() {
             for (kind, identity) in ahead.rows {
                 let found = publisher.find(kind, identity).await;
                 known.extend(found.map_err(|error| StageError::of(&error))?);
@@ -124,22 +126,35 @@ impl ArStage {
             }
             order.negative_row &= !has(Kind::Uncond);
         }
+        let way = (ranks, decoder.pools(), self.gate.tasks());
+        let missing = match ahead.beginning {
+            Some(beginning) if beginning.bring(way, &publisher).await => Some(beginning),
+            _ => None,
+        };
         let ticket = decoder.submit(order, pictures)?;
-        self.compute(ticket, (publisher, known), events).await
+        let answer = self.compute(ticket, (publisher, known), events).await?;
+        if let Some(beginning) = missing {
+            let tasks = self.gate.tasks();
+            let way = (Arc::clone(ranks), decoder.pools().clone(), tasks.clone());
+            let to = (self.client.clone(), self.config.kv_transfer.clone());
+            let cost = self.pace.cost_us(beginning.tokens());
+            tasks.spawn(beginning.leave(way, to, cost));
+        }
+        Ok(answer)
     }
 
-    /// The rows of a picture that is drawn at once, before they are computed.
+    /// What can be looked for before anything is computed.
     async fn foresee(
         &self,
-        ranks: &Arc<Ranks>,
+        (ranks, decoder): (&Arc<Ranks>, &Decoder),
         order: &Order,
         pictures: &Pictures,
-    ) -> Result<Option<Foreseen>, StageError> {
-        if order.task != Task::Draw {
-            return Ok(None);
-        }
+    ) -> Result<Foreseen, StageError> {
         let (ranks, order, pictures) = (Arc::clone(ranks), order.clone(), pictures.clone());
-        let look = move || stage::engine::guard("layout", || foreseen(&ranks, &order, &pictures));
+        let pools = decoder.pools().clone();
+        let look = move || {
+            stage::engine::guard("layout", || foreseen((&ranks, &pools), &order, &pictures))
+        };
         let looked = self.gate.tasks().spawn_blocking(look).await;
         looked.map_err(|_| StageError::EngineStopped { engine: "layout" })??
     }
@@ -319,7 +334,8 @@ impl Stage for ArStage {
             })
             .await??;
         let info = info::ranks_to_proto(&ranks);
-        let decoder = Decoder::start(Arc::clone(&ranks), self.config.max_queue)?;
+        let bound = self.config.max_queue;
+        let decoder = Decoder::start(Arc::clone(&ranks), bound, self.metrics.clone())?;
         // Loaded once; a second load would change nothing.
         let _ = self.decoder.set(decoder);
         let _ = self.ranks.set(ranks);
@@ -336,6 +352,9 @@ impl Stage for ArStage {
 
     fn report(&self) -> Load {
         let (running, queued) = self.decoder.get().map_or((0, 0), Decoder::load);
+        if let Some(decoder) = self.decoder.get() {
+            decoder.pools().report();
+        }
         let narrow = |count| u32::try_from(count).unwrap_or(u32::MAX);
         let load = Load {
             running: narrow(running),

@@ -6,7 +6,7 @@ use model::{
 };
 use stage::{Ranks, StageError};
 
-use crate::{order::Task, row::Row, run::Brief};
+use crate::{order::Task, pools::Names, row::Row, run::Brief};
 
 /// Tokens behind the text proper: `<answer>`, `<boi>`, size and ratio, and some slack.
 const TAIL: usize = 8;
@@ -47,26 +47,30 @@ impl TextPhase {
         let special = model.special_tokens()?;
         let base = model.config().image_base_size;
         let (order, features) = (&brief.order, &brief.pictures.features);
-        let (task, transitions, tags) = match order.task {
-            Task::Text => (TextTask::Auto, Transitions::free(special), None),
-            Task::Draw => (TextTask::Ratio, Transitions::ratio(special, base)?, None),
+        let (transitions, tags) = match order.task {
+            Task::Text => (Transitions::free(special), None),
+            Task::Draw => (Transitions::ratio(special, base)?, None),
             Task::Write(writing) => {
                 let auto = bucket.is_none().then_some(base);
                 let rules = Transitions::new(special, writing, order.template, auto)?;
                 let tags = (writing.opening(special), writing.closing(special));
-                (writing.task(), rules, Some(tags))
+                (rules, Some(tags))
             }
         };
-        let layout = model.layout(&brief.layout_input(Target::Text(task)))?;
+        let layout = layout(model, brief)?;
         let max_new = room(model, &layout, order.task)?.min(order.max_new);
-        let row = GrowingRow::new(&RowTokens::with_images(&layout, RowKind::Cond, features))?;
+        let tokens = RowTokens::with_images(&layout, RowKind::Cond, features);
+        let row = (
+            GrowingRow::new(&tokens)?,
+            Names::new(model, &tokens, &order.tenant)?,
+        );
         let ids: Vec<u32> = tags.iter().map(|(opening, _)| *opening).collect();
         let opening = model.tokenizer()?.decode(&ids)?;
         let (sampler, never) = (Sampler::new(order.sampling), never(model, order.task)?);
         let closed = order.task == Task::Draw;
         brief.written.prompt_tokens = layout.len();
         Ok(Self {
-            row: Row::new(ranks, row, layout.len() + max_new + TAIL)?,
+            row: Row::new((ranks, &brief.pools), row, layout.len() + max_new + TAIL)?,
             transitions,
             sampler,
             never,
@@ -118,6 +122,16 @@ impl TextPhase {
         }
         Ok(over)
     }
+}
+
+/// The sequence of a request's text.
+pub(crate) fn layout(model: &Model, brief: &Brief) -> Result<SequenceLayout, ModelError> {
+    let task = match brief.order.task {
+        Task::Text => TextTask::Auto,
+        Task::Draw => TextTask::Ratio,
+        Task::Write(writing) => writing.task(),
+    };
+    model.layout(&brief.layout_input(Target::Text(task)))
 }
 
 /// Tokens of pictures never stand in an answer in words.

@@ -8,6 +8,7 @@ use proto::v1::{
     prefix_row::Kind,
 };
 use stage::{Ranks, StageError};
+use telemetry::Metrics;
 
 use crate::{
     answers::Answer,
@@ -104,6 +105,7 @@ pub(crate) fn warm_up(ranks: &Arc<Ranks>) -> Result<(), StageError> {
     };
     let order = Order {
         prompt: WARM_UP_PROMPT.to_owned(),
+        tenant: String::new(),
         system_prompt: None,
         fingerprint: String::new(),
         template: info.default_template,
@@ -118,9 +120,9 @@ pub(crate) fn warm_up(ranks: &Arc<Ranks>) -> Result<(), StageError> {
         sampling: Sampling::GREEDY,
         max_new: 1,
     };
-    let mut batch = Batch::new(Arc::clone(ranks));
+    let mut batch = Batch::new(Arc::clone(ranks), Metrics::default())?;
     let (mut ticket, desk) = ticket();
-    let run = Run::new(ranks, order, Pictures::default())?;
+    let run = Run::new((ranks, batch.pools()), order, Pictures::default())?;
     batch.add(Job::new(run, desk));
     while !batch.is_empty() {
         batch.pass();

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::schedule::HeadShape;
-use super::{AttnRow, Segment, SegmentKind};
+use super::{AttnRow, KvPart, Segment, SegmentKind};
 use crate::error::{KernelError, Result};
 use crate::tensor::{ANY, Tensor};
 
@@ -47,23 +47,39 @@ pub(super) fn rows(
                 limit,
             });
         }
-        let Some(past) = row.past.filter(|p| p.len > 0) else {
-            continue;
-        };
-        let last = (shape.kv - 1)
-            .checked_mul(past.head_stride)
-            .zip((past.len - 1).checked_mul(past.token_stride))
-            .and_then(|(a, b)| a.checked_add(b)?.checked_add(shape.dim));
-        let held = past.k.len().min(past.v.len());
-        if last.is_none_or(|last| last > held) {
-            let value = last.unwrap_or(usize::MAX);
-            return Err(KernelError::Bounds {
-                op,
-                what: "row.past end",
-                value,
-                limit: held,
-            });
+        let page = row.past.first().map_or(0, |part| part.len);
+        for (index, part) in row.past.iter().enumerate() {
+            cached(op, part, shape)?;
+            let last = index + 1 == row.past.len();
+            if part.len == 0 || part.len > page || (part.len < page && !last) {
+                let reason =
+                    "must have equally many tokens, the last one no more, and none of them none";
+                return Err(KernelError::Argument {
+                    op,
+                    what: "parts of row.past",
+                    reason,
+                });
+            }
         }
+    }
+    Ok(())
+}
+
+/// The last element of a cached part is there.
+fn cached(op: &'static str, part: &KvPart<'_>, shape: HeadShape) -> Result<()> {
+    let last = (shape.kv - 1)
+        .checked_mul(part.head_stride)
+        .zip(part.len.saturating_sub(1).checked_mul(part.token_stride))
+        .and_then(|(a, b)| a.checked_add(b)?.checked_add(shape.dim));
+    let held = part.k.len().min(part.v.len());
+    if last.is_none_or(|last| last > held) {
+        let value = last.unwrap_or(usize::MAX);
+        return Err(KernelError::Bounds {
+            op,
+            what: "row.past end",
+            value,
+            limit: held,
+        });
     }
     Ok(())
 }

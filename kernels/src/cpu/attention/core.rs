@@ -69,6 +69,15 @@ impl Buffers {
     }
 }
 
+/// Keys and values of one head that lie evenly spaced in memory: key `i` at `k[first + i * stride..]`.
+struct Run<'a> {
+    k: &'a [f32],
+    v: &'a [f32],
+    first: usize,
+    stride: usize,
+    count: usize,
+}
+
 /// What all tiles of a call share.
 pub(super) struct Core<'a> {
     /// Queries `[T, q, dim]`.
@@ -130,23 +139,27 @@ impl Core<'_> {
         }
     }
 
-    /// Key or value `key` of the row: `(slice, offset)`.
-    fn locate<'s>(
-        &'s self,
-        tile: &'s QueryTile<'_>,
-        head: usize,
-        key: usize,
-    ) -> (&'s [f32], &'s [f32]) {
-        let dim = self.shape.dim;
-        match tile.past {
-            Some(past) if key < past.len => {
-                let at = head * past.head_stride + key * past.token_stride;
-                (&past.k[at..at + dim], &past.v[at..at + dim])
+    /// The first of `keys` and as many of those behind it as lie evenly spaced in one place.
+    fn run_of<'s>(&'s self, tile: &'s QueryTile<'_>, head: usize, keys: Range<usize>) -> Run<'s> {
+        let HeadShape { kv, dim, .. } = self.shape;
+        if keys.start < tile.cached {
+            let page = tile.past[0].len;
+            let (part, within) = (&tile.past[keys.start / page], keys.start % page);
+            Run {
+                k: part.k,
+                v: part.v,
+                first: head * part.head_stride + within * part.token_stride,
+                stride: part.token_stride,
+                count: keys.len().min(part.len - within),
             }
-            past => {
-                let token = tile.fresh + key - past.map_or(0, |p| p.len);
-                let at = (token * self.shape.kv + head) * dim;
-                (&self.k[at..at + dim], &self.v[at..at + dim])
+        } else {
+            let token = tile.fresh + keys.start - tile.cached;
+            Run {
+                k: self.k,
+                v: self.v,
+                first: (token * kv + head) * dim,
+                stride: kv * dim,
+                count: keys.len(),
             }
         }
     }
@@ -160,19 +173,15 @@ impl Core<'_> {
         buffers: &mut Buffers,
     ) {
         let dim = self.shape.dim;
-        for (j, key) in keys.clone().enumerate() {
-            let (k, v) = self.locate(tile, head, key);
-            let panel = &mut buffers.k[j / PANEL * PANEL * dim..][..PANEL * dim];
-            for (row, &x) in panel.as_chunks_mut::<PANEL>().0.iter_mut().zip(k) {
-                row[j % PANEL] = x;
+        let mut next = 0;
+        while next < keys.len() {
+            let run = self.run_of(tile, head, keys.start + next..keys.end);
+            for i in 0..run.count {
+                let (j, at) = (next + i, run.first + i * run.stride);
+                let (k, v) = (&run.k[at..at + dim], &run.v[at..at + dim]);
+                self.pack_key((j, keys.len()), k, v, buffers);
             }
-            for (panel, part) in v.chunks(PANEL).enumerate() {
-                let width = self.panel_width(panel);
-                let at = panel * PANEL * keys.len() + j * width;
-                let row = &mut buffers.v[at..at + width];
-                row[..part.len()].copy_from_slice(part);
-                row[part.len()..].fill(0.0);
-            }
+            next += run.count;
         }
         // Scores of the columns beyond the last key are computed and never read: keep them finite.
         let last = keys.len() % PANEL;
@@ -181,6 +190,23 @@ impl Core<'_> {
             for row in panel.as_chunks_mut::<PANEL>().0 {
                 row[last..].fill(0.0);
             }
+        }
+    }
+
+    /// Key `j` of a tile of `count`, and its value.
+    #[inline(always)]
+    fn pack_key(&self, (j, count): (usize, usize), k: &[f32], v: &[f32], buffers: &mut Buffers) {
+        let dim = self.shape.dim;
+        let panel = &mut buffers.k[j / PANEL * PANEL * dim..][..PANEL * dim];
+        for (row, &x) in panel.as_chunks_mut::<PANEL>().0.iter_mut().zip(k) {
+            row[j % PANEL] = x;
+        }
+        for (panel, part) in v.chunks(PANEL).enumerate() {
+            let width = self.panel_width(panel);
+            let at = panel * PANEL * count + j * width;
+            let row = &mut buffers.v[at..at + width];
+            row[..part.len()].copy_from_slice(part);
+            row[part.len()..].fill(0.0);
         }
     }
 

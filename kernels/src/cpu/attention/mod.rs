@@ -30,20 +30,27 @@ pub struct KvPart<'a> {
     pub len: usize,
 }
 
-/// One row of a packed batch. Its keys are the `past` tokens followed by the packed tokens `fresh`.
+/// One row of a packed batch. Its keys are the tokens of `past`, then the packed tokens `fresh`.
 #[derive(Debug, Clone)]
 pub struct AttnRow<'a> {
-    /// The cached part.
-    pub past: Option<KvPart<'a>>,
+    /// What is cached, one part after the other: pages. All but the last have equally many tokens, and the last
+    /// no more.
+    pub past: Vec<KvPart<'a>>,
     /// Packed tokens of this call that belong to the row.
     pub fresh: Range<usize>,
 }
 
 impl AttnRow<'_> {
+    /// Cached tokens.
+    #[must_use]
+    pub fn cached(&self) -> usize {
+        self.past.iter().map(|part| part.len).sum()
+    }
+
     /// Number of keys of the row.
     #[must_use]
     pub fn keys(&self) -> usize {
-        self.past.map_or(0, |p| p.len) + self.fresh.len()
+        self.cached() + self.fresh.len()
     }
 }
 
@@ -102,10 +109,14 @@ pub fn varlen_attention(
 }
 
 /// The tiles of segments that have been checked.
-fn tiles<'a>(shape: HeadShape, rows: &[AttnRow<'a>], segments: &[Segment]) -> Vec<QueryTile<'a>> {
+fn tiles<'a>(
+    shape: HeadShape,
+    rows: &'a [AttnRow<'a>],
+    segments: &[Segment],
+) -> Vec<QueryTile<'a>> {
     let mut tiles = Vec::new();
     for s in segments {
-        let (past, fresh) = (rows[s.row].past, rows[s.row].fresh.start);
+        let row = &rows[s.row];
         let (visible, step) = match s.kind {
             SegmentKind::Causal => (s.q_pos + 1, 1),
             SegmentKind::Full => (s.keys, 0),
@@ -118,8 +129,9 @@ fn tiles<'a>(shape: HeadShape, rows: &[AttnRow<'a>], segments: &[Segment]) -> Ve
             q,
             visible,
             step,
-            past,
-            fresh,
+            past: &row.past,
+            cached: row.cached(),
+            fresh: row.fresh.start,
         };
         shape.split(segment, &mut tiles);
     }
@@ -192,7 +204,8 @@ pub fn mha(q: &Tensor, k: &Tensor, v: &Tensor, key_len: &[usize], scale: f32) ->
                 q,
                 visible,
                 step: 0,
-                past: None,
+                past: &[],
+                cached: 0,
                 fresh: i * tk,
             },
             &mut tiles,

@@ -30,8 +30,10 @@ pub(super) struct QueryTile<'a> {
     pub(super) q: Range<usize>,
     pub(super) visible: usize,
     pub(super) step: usize,
-    /// Cached keys come first.
-    pub(super) past: Option<KvPart<'a>>,
+    /// Cached keys come first, page after page.
+    pub(super) past: &'a [KvPart<'a>],
+    /// Keys in `past`.
+    pub(super) cached: usize,
     /// Token of the fresh keys that follows the cached ones.
     pub(super) fresh: usize,
 }

@@ -25,11 +25,11 @@ const CLOSE: f32 = 1e-5;
 /// Most tokens of a test's texts.
 const LIMIT: usize = 96;
 
-fn checkpoint() -> PathBuf {
+pub(crate) fn checkpoint() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/demo-model/checkpoint")
 }
 
-fn open(plan: &str) -> Arc<Ranks> {
+pub(crate) fn open(plan: &str) -> Arc<Ranks> {
     let load = RankLoad {
         parts: Parts::PREFIX,
         alone: Parts::PREFIX_WITH_IMAGES,
@@ -42,14 +42,15 @@ fn open(plan: &str) -> Arc<Ranks> {
 }
 
 /// One rank.
-fn single() -> Arc<Ranks> {
+pub(crate) fn single() -> Arc<Ranks> {
     static SINGLE: OnceLock<Arc<Ranks>> = OnceLock::new();
     Arc::clone(SINGLE.get_or_init(|| open("single")))
 }
 
-fn order(prompt: &str, task: Task, size: Size) -> Order {
+pub(crate) fn order(prompt: &str, task: Task, size: Size) -> Order {
     Order {
         prompt: prompt.to_owned(),
+        tenant: String::new(),
         system_prompt: None,
         fingerprint: String::new(),
         template: Template::Instruct,
@@ -63,18 +64,23 @@ fn order(prompt: &str, task: Task, size: Size) -> Order {
     }
 }
 
-const SQUARE: Size = Size::Given {
+pub(crate) const SQUARE: Size = Size::Given {
     height: 256,
     width: 256,
 };
 
-fn job(ranks: &Ranks, order: &Order, pictures: &Pictures) -> (Job, Ticket) {
+pub(crate) fn batch(ranks: &Arc<Ranks>) -> Batch {
+    Batch::new(Arc::clone(ranks), Metrics::default()).unwrap()
+}
+
+pub(crate) fn job(batch: &Batch, order: &Order, pictures: &Pictures) -> (Job, Ticket) {
     let (ticket, desk) = ticket();
-    let run = Run::new(ranks, order.clone(), pictures.clone()).unwrap();
+    let pools = (batch.ranks(), batch.pools());
+    let run = Run::new(pools, order.clone(), pictures.clone()).unwrap();
     (Job::new(run, desk), ticket)
 }
 
-fn ended(mut ticket: Ticket) -> Outcome {
+pub(crate) fn ended(mut ticket: Ticket) -> Outcome {
     let ended = ticket.answer.try_recv().unwrap().unwrap();
     let mut told = String::new();
     while let Ok(text) = ticket.deltas.try_recv() {
@@ -86,9 +92,14 @@ fn ended(mut ticket: Ticket) -> Outcome {
 }
 
 /// A request on its own.
-fn alone(ranks: &Arc<Ranks>, order: &Order, pictures: &Pictures, pass_tokens: usize) -> Outcome {
-    let mut batch = Batch::new(Arc::clone(ranks)).with_pass_tokens(pass_tokens);
-    let (job, ticket) = job(ranks, order, pictures);
+pub(crate) fn alone(
+    ranks: &Arc<Ranks>,
+    order: &Order,
+    pictures: &Pictures,
+    pass_tokens: usize,
+) -> Outcome {
+    let mut batch = batch(ranks).with_pass_tokens(pass_tokens);
+    let (job, ticket) = job(&batch, order, pictures);
     batch.add(job);
     while !batch.is_empty() {
         batch.pass();
@@ -130,7 +141,7 @@ fn orders() -> Vec<Order> {
     ]
 }
 
-fn assert_close(what: &str, a: &PrefixKv, b: &PrefixKv) {
+pub(crate) fn assert_close(what: &str, a: &PrefixKv, b: &PrefixKv) {
     assert_eq!(a.tokens(), b.tokens(), "{what}");
     let scale = b.data().iter().fold(0_f32, |most, v| most.max(v.abs()));
     let pairs = a.data().iter().zip(b.data());
@@ -142,14 +153,14 @@ fn assert_close(what: &str, a: &PrefixKv, b: &PrefixKv) {
 fn requests_that_share_passes_get_what_they_get_alone() {
     let ranks = single();
     let none = Pictures::default();
-    let mut batch = Batch::new(Arc::clone(&ranks));
+    let mut batch = batch(&ranks);
     let (mut tickets, mut together) = (Vec::new(), 0);
     let mut waiting = orders().into_iter();
     // Two join every third pass, so that they come and go at different times.
     for pass in 0.. {
         if pass % 3 == 0 {
             for order in waiting.by_ref().take(2) {
-                let (job, ticket) = job(&ranks, &order, &none);
+                let (job, ticket) = job(&batch, &order, &none);
                 batch.add(job);
                 tickets.push((order, ticket));
             }
@@ -176,7 +187,12 @@ fn requests_that_share_passes_get_what_they_get_alone() {
 
 /// The rows of an outcome, everything computed anew, in one piece, from the
 /// text that came out of it.
-fn anew(ranks: &Ranks, order: &Order, pictures: &Pictures, written: &Written) -> Vec<PrefixKv> {
+pub(crate) fn anew(
+    ranks: &Ranks,
+    order: &Order,
+    pictures: &Pictures,
+    written: &Written,
+) -> Vec<PrefixKv> {
     let model = ranks.first();
     let (height, width) = written.size.unwrap();
     let bucket = model.buckets().exact(height, width).unwrap();
@@ -218,7 +234,7 @@ fn anew(ranks: &Ranks, order: &Order, pictures: &Pictures, written: &Written) ->
 }
 
 /// Two drawings as files.
-fn drawings() -> Vec<Vec<u8>> {
+pub(crate) fn drawings() -> Vec<Vec<u8>> {
     let drawing = |width: u32, height: u32, colour: [u8; 3]| {
         let mut out = Vec::new();
         let mut encoder = png::Encoder::new(&mut out, width, height);
@@ -339,9 +355,9 @@ fn who_is_not_waited_for_any_more_leaves_at_the_next_token() {
         Size::Model,
     );
     let none = Pictures::default();
-    let mut batch = Batch::new(Arc::clone(&ranks));
-    let (job_a, gone) = job(&ranks, &long, &none);
-    let (job_b, ticket) = job(&ranks, &long, &none);
+    let mut batch = batch(&ranks);
+    let (job_a, gone) = job(&batch, &long, &none);
+    let (job_b, ticket) = job(&batch, &long, &none);
     batch.add(job_a);
     batch.add(job_b);
     for _ in 0..4 {
@@ -366,9 +382,9 @@ fn a_request_that_fails_in_a_pass_fails_alone() {
         let ranks = open(plan);
         let good = order("a red circle", Task::Write(Writing::Recaption), SQUARE);
         let none = Pictures::default();
-        let mut batch = Batch::new(Arc::clone(&ranks));
-        let (mut broken, mut failed) = job(&ranks, &good, &none);
-        let (fine, ticket) = job(&ranks, &good, &none);
+        let mut batch = batch(&ranks);
+        let (mut broken, mut failed) = job(&batch, &good, &none);
+        let (fine, ticket) = job(&batch, &good, &none);
         // A defect: its cache has no room on the last rank.
         for (row, _) in broken.run.rows() {
             let last = row.caches.on_host().len() - 1;
@@ -412,8 +428,8 @@ fn layers_are_told_on_the_way_and_are_those_of_the_rows() {
             order("a small green star", Task::Draw, SQUARE),
             order("a yellow ring", Task::Write(Writing::Recaption), SQUARE),
         ] {
-            let mut batch = Batch::new(Arc::clone(&ranks)).with_pass_tokens(24);
-            let (job, mut ticket) = job(&ranks, &order, &Pictures::default());
+            let mut batch = batch(&ranks).with_pass_tokens(24);
+            let (job, mut ticket) = job(&batch, &order, &Pictures::default());
             batch.add(job);
             while !batch.is_empty() {
                 batch.pass();
@@ -440,8 +456,8 @@ fn layers_are_told_on_the_way_and_are_those_of_the_rows() {
 fn a_row_that_was_found_meanwhile_is_not_computed_to_its_end() {
     let ranks = single();
     let order = order("a small green star", Task::Draw, SQUARE);
-    let mut batch = Batch::new(Arc::clone(&ranks)).with_pass_tokens(8);
-    let (job, mut ticket) = job(&ranks, &order, &Pictures::default());
+    let mut batch = batch(&ranks).with_pass_tokens(8);
+    let (job, mut ticket) = job(&batch, &order, &Pictures::default());
     batch.add(job);
     batch.pass();
     let begun = ticket.begun.try_recv().unwrap();

@@ -21,10 +21,14 @@ const GEOMETRY: KvGeometry = KvGeometry {
 
 /// A node service in this process; ends with its task.
 async fn node(cache_bytes: u64) -> (String, task::Owned<()>) {
+    node_of(POOL_BYTES, cache_bytes).await
+}
+
+pub(crate) async fn node_of(pool_bytes: u64, cache_bytes: u64) -> (String, task::Owned<()>) {
     let engine = EngineConfig::only(Transport::Shm);
     let config = ServiceConfig {
         cache_bytes,
-        ..ServiceConfig::new(engine, POOL_BYTES)
+        ..ServiceConfig::new(engine, pool_bytes)
     };
     let listener = proto::server::bind("127.0.0.1:0", "listen").await.unwrap();
     let endpoint = format!("http://{}", listener.local_addr().unwrap());
@@ -42,7 +46,7 @@ async fn node(cache_bytes: u64) -> (String, task::Owned<()>) {
     (endpoint, served)
 }
 
-fn client() -> KvClient {
+pub(crate) fn client() -> KvClient {
     KvClient::new(ClientConfig::only(Transport::Shm)).unwrap()
 }
 
@@ -89,6 +93,7 @@ async fn published_of(
         endpoint,
         request_id: "one",
         tenant,
+        shows: false,
         pace: &Pace::default(),
     };
     let (begun, tells, rows) = begun(bytes);
@@ -145,6 +150,7 @@ async fn a_layer_is_sealed_while_later_ones_are_still_computed_and_a_worker_foll
         endpoint: &endpoint,
         request_id: "one",
         tenant: "",
+        shows: false,
         pace: &Pace::default(),
     };
     let (begun, tells, rows) = begun([POOL_BYTES / 4; 2]);
@@ -208,6 +214,7 @@ async fn a_request_that_ends_before_its_rows_are_computed_leaves_nothing_behind(
         endpoint: &endpoint,
         request_id: "one",
         tenant: "",
+        shows: false,
         pace: &Pace::default(),
     };
     let (begun, tells, _) = begun([POOL_BYTES / 4; 2]);
@@ -267,6 +274,7 @@ async fn a_row_that_lies_in_the_pool_already_is_neither_computed_nor_written_aga
         endpoint: &endpoint,
         request_id: "three",
         tenant: "",
+        shows: false,
         pace: &Pace::default(),
     };
     let third = publisher.place(begun, vec![]).await.unwrap();

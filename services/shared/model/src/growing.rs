@@ -9,13 +9,13 @@ use kernels::Tensor;
 use parallel::RankContext;
 
 use crate::backbone::NoProbe;
+use crate::cache::KvCache;
 use crate::cond::placed;
 use crate::error::ModelError;
 use crate::input::RowInput;
 use crate::model::Model;
 use crate::positions::ImageSpan;
 use crate::prefill::RowTokens;
-use crate::prefix::KvCache;
 
 /// The tokens of a row and how they see each other, owned; the cache that it fills is kept beside it, for
 /// each rank has its own.
@@ -89,12 +89,14 @@ impl GrowingRow {
     pub fn shared_with(&self, other: &Self) -> usize {
         let pairs = self.ids.iter().zip(&other.ids);
         let shared = pairs.take_while(|(a, b)| a == b).count();
-        let cut = |span: &&Range<usize>| span.start < shared && shared < span.end;
-        let spans = self.full.iter().chain(&other.full);
-        spans
-            .filter(cut)
-            .map(|span| span.start)
-            .fold(shared, usize::min)
+        self.uncut(shared).min(other.uncut(shared))
+    }
+
+    /// The most tokens, no more than `tokens`, behind which the row may be cut: no span is.
+    pub fn uncut(&self, tokens: usize) -> usize {
+        let cut = |span: &&Range<usize>| span.start < tokens && tokens < span.end;
+        let cut = self.full.iter().filter(cut);
+        cut.map(|span| span.start).fold(tokens, usize::min)
     }
 
     pub(crate) fn input(&self, range: Range<usize>) -> RowInput<'_> {

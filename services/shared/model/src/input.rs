@@ -6,10 +6,10 @@ use kernels::{RopeTable, Tensor};
 use parallel::{Axis, RankContext};
 
 use crate::backbone::{Backbone, Goal, NoProbe, Probe, Row, RowKv, RowSegment, segments};
+use crate::cache::KvCache;
 use crate::config::ModelConfig;
 use crate::error::ModelError;
 use crate::positions::{ImageSpan, positions, rope_table};
-use crate::prefix::KvCache;
 use crate::rank::{CAUSAL_ORDER, group};
 
 /// Consecutive tokens of one row.

@@ -8,6 +8,7 @@
 
 pub mod backbone;
 pub mod buckets;
+pub mod cache;
 pub mod cond;
 pub mod config;
 pub mod diffusion;
@@ -19,6 +20,7 @@ pub mod input;
 pub mod layout;
 pub mod model;
 pub mod noise;
+pub mod pages;
 pub mod picture;
 pub mod pipeline;
 pub mod positions;
@@ -41,15 +43,17 @@ pub mod weights;
 
 pub use backbone::{BalanceOptions, Residency, Travelling};
 pub use buckets::{Bucket, BucketSet, ResolutionGroup, SizeRequest};
+pub use cache::{KvCache, LayerSink};
 pub use config::{GenerationConfig, ModelConfig, MoeConfig, Template, VaeConfig, VitConfig};
 pub use diffusion::{DenoiseJob, JobOptions, JobSpec, JobState, StepCache, Taylor, Tea};
 pub use error::{ErrorKind, ModelError};
 pub use growing::{Advance, GrowingRow};
 pub use layout::{LayoutInput, LayoutRules, RowKind, SequenceLayout, Target, TextTask};
 pub use model::{LoadOptions, Model, ModelInfo, Parts};
+pub use pages::{KvPage, KvPool, PAGE_TOKENS, pages_for};
 pub use picture::{Latents, RgbImage};
 pub use prefill::{RowTokens, T2iRequest};
-pub use prefix::{KvCache, LayerSink, PrefixKv};
+pub use prefix::PrefixKv;
 pub use rank::RankShard;
 pub use scheduler::Schedule;
 pub use system_prompts::SystemPrompts;

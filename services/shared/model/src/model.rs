@@ -10,12 +10,13 @@ use parallel::{Collective, Plan, RankContext};
 
 use crate::backbone::{Backbone, BalanceOptions, NoProbe, Probe, Residency, Travelling};
 use crate::buckets::{Bucket, BucketSet, ResolutionGroup};
+use crate::cache::KvCache;
 use crate::config::{ModelConfig, Template};
 use crate::diffusion::{DenoiseJob, ImageHead, ImageStem, Modules, Observer};
 use crate::error::ModelError;
 use crate::input::{self, RowInput};
+use crate::pages::KvPool;
 use crate::picture::{Latents, RgbImage};
-use crate::prefix::KvCache;
 use crate::rank::{RankShard, agreed};
 use crate::source::{Scope, WeightSource};
 use crate::system_prompts::SystemPrompts;
@@ -246,6 +247,14 @@ impl Model {
     /// Those of [`KvCache::new`].
     pub fn cache(&self, tokens: usize) -> Result<KvCache, ModelError> {
         KvCache::new(self.rank.kv_geometry(&self.info.kv), tokens)
+    }
+
+    /// A pool of at most `pages` pages of this rank's layers and heads.
+    ///
+    /// # Errors
+    /// Those of [`KvPool::new`].
+    pub fn pool(&self, pages: usize) -> Result<KvPool, ModelError> {
+        KvPool::new(self.rank.kv_geometry(&self.info.kv), pages)
     }
 
     /// The checkpoint's config.

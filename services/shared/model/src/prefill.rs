@@ -3,13 +3,14 @@
 use kv::{IdentityBuilder, PrefixIdentity};
 use parallel::RankContext;
 
+use crate::cache::KvCache;
 use crate::cond::{CondFeatures, placed};
 use crate::config::Template;
 use crate::error::ModelError;
 use crate::input::RowInput;
 use crate::layout::{ImageGrid, LayoutInput, LayoutRules, RowKind, SequenceLayout, Target};
 use crate::model::Model;
-use crate::prefix::{KvCache, PrefixKv};
+use crate::prefix::PrefixKv;
 
 /// Text to image, at one of the model's sizes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -149,11 +150,31 @@ impl Model {
     /// `Internal` when features of conditioning images are missing.
     pub fn row_identity(&self, row: &RowTokens<'_>) -> Result<PrefixIdentity, ModelError> {
         placed(row.layout, row.images)?;
-        let samples: Vec<&[u8]> = row.images.iter().map(|i| i.sample_id.as_slice()).collect();
+        self.beginning_identity(row, row.layout.prefix_len())
+    }
+
+    /// Names the first `tokens` tokens of a row: whatever follows, equal names mean equal keys and values there.
+    ///
+    /// # Errors
+    /// `Internal` when the row has fewer tokens or features of its conditioning images are missing.
+    pub fn beginning_identity(
+        &self,
+        row: &RowTokens<'_>,
+        tokens: usize,
+    ) -> Result<PrefixIdentity, ModelError> {
+        let shown = &row.layout.cond_images;
+        let ids = row.layout.tokens(row.kind).get(..tokens);
+        let (Some(ids), true) = (ids, shown.len() == row.images.len()) else {
+            let message = format!("no row of {tokens} tokens and its pictures");
+            return Err(ModelError::Internal(message));
+        };
+        let begun = shown.iter().filter(|image| image.timestep < tokens);
+        let samples = row.images.iter().take(begun.count());
+        let samples: Vec<&[u8]> = samples.map(|i| i.sample_id.as_slice()).collect();
         let identity = IdentityBuilder {
             weights_id: &self.info().weights_id,
             template: row.layout.template.name(),
-            tokens: &row.layout.tokens(row.kind)[..row.layout.prefix_len()],
+            tokens: ids,
             image_samples: &samples,
             dtype: self.info().kv.dtype,
         };

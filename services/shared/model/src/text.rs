@@ -8,12 +8,12 @@ use kernels::Tensor;
 use parallel::RankContext;
 
 use crate::backbone::NoProbe;
+use crate::cache::KvCache;
 use crate::error::ModelError;
 use crate::input::RowInput;
 use crate::model::Model;
 use crate::positions::ImageSpan;
 use crate::prefill::{PreparedRow, RowTokens};
-use crate::prefix::KvCache;
 
 pub use deltas::Deltas;
 pub use sampling::{Sampler, Sampling};

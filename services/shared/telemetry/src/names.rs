@@ -81,6 +81,14 @@ table! {
         "Jobs waiting for a step boundary";
     STAGE_RUNNING = "omni_stage_running", Gauge, ["stage"],
         "Jobs being computed";
+    STAGE_PAGES = "omni_stage_kv_pages", Gauge, ["state"],
+        "Pages of keys and values of each rank of the AR stage: used by rows, kept for rows that begin alike, free";
+    STAGE_PREFIX_TOKENS = "omni_stage_prefix_tokens_total", Counter, ["outcome"],
+        "Tokens of rows as they begin: hit, their keys and values were there, or miss";
+    STAGE_PREFIX_BYTES = "omni_stage_prefix_hit_bytes_total", Counter, [],
+        "Bytes of keys and values that rows took over when they began";
+    STAGE_PREEMPTIONS = "omni_stage_preemptions_total", Counter, [],
+        "Times that a request gave its pages to an earlier one, to be computed again later";
     STAGE_IMBALANCE = "omni_stage_expert_imbalance", Gauge, ["stage", "when"],
         "Load of the busiest rank over the mean, over the layers of the last rebalancing of experts";
     STAGE_EXPERT_MOVES = "omni_stage_expert_moves_total", Counter, ["stage"],

@@ -238,15 +238,18 @@ impl Attention {
     fn own_keys(&self, fresh: &Qkv, pass: &Pass<'_, '_>) -> Result<Vec<f32>, ModelError> {
         let mut keys = [fresh.k.as_f32()?, fresh.v.as_f32()?].concat();
         for row in pass.rows.iter().filter(|row| row.kv.is_spread()) {
-            let Some(part) = row.kv.part(self.index) else {
-                continue;
-            };
-            for side in [part.k, part.v] {
+            let parts = row.kv.parts(self.index);
+            let mut take = |side: for<'a> fn(&KvPart<'a>) -> &'a [f32]| {
                 for head in 0..self.attended.kv {
-                    let start = head * part.head_stride;
-                    keys.extend_from_slice(&side[start..start + part.len * part.token_stride]);
+                    for part in &parts {
+                        let start = head * part.head_stride;
+                        let end = start + part.len * part.token_stride;
+                        keys.extend_from_slice(&side(part)[start..end]);
+                    }
                 }
-            }
+            };
+            take(|part| part.k);
+            take(|part| part.v);
         }
         Ok(keys)
     }
@@ -285,7 +288,7 @@ impl Attention {
                 len: *len,
             };
             rows.push(AttnRow {
-                past: (*len > 0).then_some(past),
+                past: (*len > 0).then_some(past).into_iter().collect(),
                 fresh: fresh.clone(),
             });
         }

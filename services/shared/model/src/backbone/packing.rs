@@ -173,7 +173,7 @@ impl Packing {
         let fresh = &self.sources[self.ring.index].fresh;
         let rows = rows.iter().zip(fresh);
         rows.map(|(row, fresh)| AttnRow {
-            past: row.kv.part(layer),
+            past: row.kv.parts(layer),
             fresh: fresh.clone(),
         })
         .collect()

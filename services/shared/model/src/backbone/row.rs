@@ -8,8 +8,9 @@ use std::ops::Range;
 use kernels::{KvPart, SegmentKind};
 use parallel::TokenOrder;
 
+use crate::cache::KvCache;
 use crate::error::ModelError;
-use crate::prefix::{KvCache, PrefixKv};
+use crate::prefix::PrefixKv;
 
 /// Consecutive fresh tokens of one row that see keys by one rule.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,14 +61,13 @@ impl RowKv<'_> {
         }
     }
 
-    /// The past tokens this rank holds, in one of its layers.
-    pub(super) fn part(&self, layer: usize) -> Option<KvPart<'_>> {
+    /// The past tokens this rank holds, in one of its layers, page by page.
+    pub(super) fn parts(&self, layer: usize) -> Vec<KvPart<'_>> {
         match self {
-            Self::Fresh => None,
-            Self::Past(prefix) => Some(prefix.part(layer)),
-            Self::Append(cache) => Some(cache.part(layer)),
+            Self::Past(prefix) if prefix.buffered() > 0 => vec![prefix.part(layer)],
+            Self::Fresh | Self::Past(_) => Vec::new(),
+            Self::Append(cache) => cache.parts(layer),
         }
-        .filter(|part| part.len > 0)
     }
 }
 
