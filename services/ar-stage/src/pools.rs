@@ -18,6 +18,11 @@ use telemetry::{Metrics, names};
 
 use crate::publish;
 
+/// Pages that stay for later rows, as a share of the pool: a stage that has nothing to do holds no more.
+const KEPT_SHARE: usize = 8;
+/// Whatever the share: so many may stay.
+const KEPT_LEAST: usize = 64;
+
 /// The pools of a stage. Clones are the same pools.
 #[derive(Debug, Clone)]
 pub(crate) struct Pools {
@@ -194,7 +199,11 @@ impl Pools {
             let pages = caches.iter().filter_map(|cache| cache.pages().get(index));
             pages.cloned().collect()
         };
-        self.shelf().put(&names.pages[..full], page);
+        let most = (self.pages() / KEPT_SHARE).max(KEPT_LEAST);
+        let mut shelf = self.shelf();
+        shelf.put(&names.pages[..full], page);
+        let over = shelf.pages.len().saturating_sub(most);
+        shelf.evict(over);
         names.kept = full;
     }
 
@@ -320,6 +329,9 @@ impl Shelf {
     /// Drops pages that no row has: the oldest, and of a row the last one first, since without the ones before it
     /// none is found.
     fn evict(&mut self, pages: usize) -> bool {
+        if pages == 0 {
+            return false;
+        }
         let idle = self.pages.iter().filter(|(_, kept)| kept.is_idle());
         let mut idle: Vec<_> = idle
             .map(|(name, kept)| (kept.used, Reverse(kept.index), name.clone()))

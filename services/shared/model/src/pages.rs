@@ -13,6 +13,12 @@ use crate::error::ModelError;
 /// Tokens of a page. A page is the grain of sharing and of waste: a row has at most one that is not full.
 pub const PAGE_TOKENS: usize = 64;
 
+/// Memory of pages that were given back stays for the next ones, up to this share of the pool, so that a peak does not
+/// stay for ever.
+const SPARE_SHARE: usize = 8;
+/// Whatever the share: so many may stay.
+const SPARE_LEAST: usize = 64;
+
 /// Pages of one shape, no more than its bound at a time. Clones are the same pool.
 #[derive(Clone, Debug)]
 pub struct KvPool {
@@ -52,7 +58,9 @@ impl Drop for Page {
     fn drop(&mut self) {
         let mut state = self.pool.state();
         state.taken -= 1;
-        state.free.push(std::mem::take(&mut self.values));
+        if state.free.len() < (self.pool.bound / SPARE_SHARE).max(SPARE_LEAST) {
+            state.free.push(std::mem::take(&mut self.values));
+        }
     }
 }
 

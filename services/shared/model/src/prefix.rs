@@ -38,7 +38,7 @@ impl Held {
     pub(crate) fn all(tokens: usize) -> Self {
         Self {
             tokens,
-            ranges: std::iter::once(0..tokens).collect(),
+            ranges: (tokens > 0).then_some(0..tokens).into_iter().collect(),
             by_ring: Vec::new(),
         }
     }
