@@ -157,7 +157,9 @@ __device__ __forceinline__ void copy_tiles(const CUtensorMap* a_map, const CUten
             if (k + STAGE_K >= args.k) {
                 barrier_wait_cluster(&barriers.ticket_full[ticket.stage], ticket.parity);
                 item = *static_cast<volatile int*>(&barriers.ticket[ticket.stage]);
-                barrier_arrive_remote(&barriers.ticket_empty[ticket.stage], 0);
+                // The arrival needs the item, which is never negative: it must not overtake the read, since the next
+                // ticket comes from another multiprocessor and waits for nothing else.
+                barrier_arrive_remote(&barriers.ticket_empty[ticket.stage], item < 0);
                 ticket.advance();
                 barriers.next_item[place.stage] = item;
             }

@@ -320,6 +320,16 @@ fn rank_of_a_child_process() {
     }
 }
 
+/// Whether there is a GPU for each process of these tests; says so where there is not.
+#[allow(clippy::print_stdout)]
+fn two_gpus() -> bool {
+    let found = Gpu::count().unwrap();
+    if found < 2 {
+        println!("skipped: needs two GPUs, found {found}");
+    }
+    found >= 2
+}
+
 /// Rank 0, in this process.
 fn first(gpu: &Arc<Gpu>, id: &CommId, options: &CommOptions) -> Comm {
     Comm::join(gpu, id, 0, 2, options).unwrap()
@@ -337,6 +347,9 @@ fn all_reduce_once(comm: &Comm) -> Result<(), CudaError> {
 #[test]
 #[ignore = "needs two GPUs"]
 fn processes_work_together_like_threads() {
+    if !two_gpus() {
+        return;
+    }
     let gpu = Gpu::open(0).unwrap();
     let id = CommId::new().unwrap();
     let mut other = Rank::start(&id, "once");
@@ -348,6 +361,9 @@ fn processes_work_together_like_threads() {
 #[test]
 #[ignore = "needs two GPUs"]
 fn a_rank_that_is_killed_hangs_nobody_before_its_first_operation_or_later() {
+    if !two_gpus() {
+        return;
+    }
     let gpu = Gpu::open(0).unwrap();
     for script in ["idle", "stay"] {
         let id = CommId::new().unwrap();
@@ -372,6 +388,9 @@ fn a_rank_that_is_killed_hangs_nobody_before_its_first_operation_or_later() {
 #[test]
 #[ignore = "needs two GPUs"]
 fn who_learns_that_a_rank_is_gone_can_release_the_others_at_once() {
+    if !two_gpus() {
+        return;
+    }
     let gpu = Gpu::open(0).unwrap();
     let id = CommId::new().unwrap();
     let mut other = Rank::start(&id, "stay");

@@ -298,6 +298,33 @@ fn a_row_has_the_same_bits_whatever_else_is_in_the_call() {
     }
 }
 
+/// Blocks draw their next tile every two stages of the ring here, faster than anywhere else.
+#[test]
+#[ignore = "needs a GPU"]
+fn thousands_of_products_with_few_steps_a_tile_end_and_agree() {
+    let gpu = Gpu::open(0).unwrap();
+    let case = Case {
+        counts: &[10_280],
+        n: 512,
+        k: 256,
+    };
+    let here = Operands::new(&case, 31);
+    let there = There::new(&gpu, &here);
+    let (a, w) = there.quantized(&gpu);
+    let mut first = None;
+    for _ in 0..10 {
+        poison(&there.out);
+        for _ in 0..500 {
+            let (a, w) = (a.get(), w.get());
+            grouped_gemm_fp8(&there.out, a, w, &there.offsets, Finish::Store).unwrap();
+        }
+        let got = there.out.to_bytes().unwrap();
+        assert!(first.get_or_insert_with(|| got.clone()) == &got);
+    }
+    let want = here.on_cpu(Clone::clone);
+    assert_near("last", &there.out, &want, FP8_TOLERANCE);
+}
+
 #[test]
 #[ignore = "needs a GPU"]
 fn rows_of_no_group_are_not_written() {
