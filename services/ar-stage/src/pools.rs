@@ -134,9 +134,13 @@ impl Pools {
 
     /// Pages of each rank that are free, or would be if need be.
     pub(crate) fn available(&self) -> usize {
-        let free = self.free();
+        self.free() + self.idle()
+    }
+
+    /// Pages on the shelf that no row has.
+    fn idle(&self) -> usize {
         let shelf = self.shelf();
-        free + shelf.pages.values().filter(|kept| kept.is_idle()).count()
+        shelf.pages.values().filter(|kept| kept.is_idle()).count()
     }
 
     fn free(&self) -> usize {
@@ -266,9 +270,9 @@ impl Pools {
 
     /// Tells how the pages stand.
     pub(crate) fn report(&self) {
-        let free = self.free();
-        let kept = self.available() - free;
-        let used = self.pages() - free - kept;
+        // Rows go on meanwhile, so the numbers may be of different moments.
+        let (free, kept) = (self.free(), self.idle());
+        let used = self.pages().saturating_sub(free + kept);
         for (state, pages) in [("free", free), ("kept", kept), ("used", used)] {
             self.metrics
                 .set(&names::STAGE_PAGES, &[state], pages as f64);

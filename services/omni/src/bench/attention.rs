@@ -127,7 +127,7 @@ fn measure(tokens: usize, heads: AttnHeads) -> Result<Value, OmniError> {
     let k = filled(heads.kv).map_err(kernel)?;
     let v = filled(heads.kv).map_err(kernel)?;
     let row = AttnRow {
-        past: None,
+        past: Vec::new(),
         fresh: 0..tokens,
     };
     let segment = Segment {
