@@ -18,8 +18,9 @@ pub const MAX_KEYS_PER_PEER: usize = 16;
 pub const MAX_WORKER_ADDRESS_BYTES: usize = 4096;
 /// Longest remote key that is accepted, in bytes.
 pub const MAX_REMOTE_KEY_BYTES: usize = 4096;
-/// Idle turns before the UCX thread sleeps on its descriptors.
-pub const SPIN_TURNS: usize = 64;
+/// Idle turns before the UCX thread sleeps on its descriptors: a fraction of a millisecond, longer than the pauses
+/// of a transfer that runs, because waking a thread delays the peer that does it.
+pub const SPIN_TURNS: usize = 1024;
 /// Longest sleep of the UCX thread while operations run.
 pub const BUSY_SLEEP: Duration = Duration::from_millis(20);
 /// Longest sleep of an idle UCX thread.
@@ -35,6 +36,8 @@ pub const STOP_GRACE: Duration = Duration::from_secs(2);
 pub const MAX_COPY_THREADS: usize = 4;
 /// Bytes that are worth a thread of their own.
 pub const COPY_BYTES_PER_THREAD: usize = 4 << 20;
+/// Copies of so many bytes go past the caches, which would not hold them.
+pub const UNCACHED_COPY_BYTES: usize = 32 << 20;
 /// Bytes of buffers for reads over the wire that a client keeps for the next ones.
 pub const MAX_SPARE_BYTES: usize = 256 << 20;
 
@@ -110,10 +113,10 @@ pub const DOOR_PAUSE: Duration = Duration::from_millis(100);
 pub const MAX_WAITING: usize = 1024;
 /// Longest wait in line.
 pub const MAX_WAIT: Duration = Duration::from_secs(600);
-/// Bytes that a receiver reads, checks and, after a failure, reads again as one.
-pub const STORE_BYTES: usize = 16 << 20;
-/// Stores that one fetch reads at once: one travels while the other is checked.
-pub const STORES_IN_FLIGHT: usize = 2;
+/// Bytes that a receiver reads, checks while they are in the last cache and, after a failure, reads again as one.
+pub const STORE_BYTES: usize = 4 << 20;
+/// Stores that one fetch reads at once: some travel while others are checked.
+pub const STORES_IN_FLIGHT: usize = 4;
 /// Times that one store is begun again after its connection broke.
 pub const MAX_RESUMES: usize = 8;
 /// Pause before a store is begun again for the first time; each next one is twice as long.

@@ -1,10 +1,12 @@
 //! Chunks from the mapped pool to the memory of their receiver, each copy checked: what others write to the pool
 //! meanwhile cannot slip in between. Large parts are split over threads.
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
+use fabric::Store;
 use kv::{Manifest, ReadPlan};
 
-use super::read::Store;
+use super::read;
 use crate::local::Mapped;
 use crate::{TransferError, limits};
 
@@ -21,7 +23,8 @@ pub(super) fn part(
     slot: &Mapped,
     out: &mut [u8],
 ) -> Result<(), TransferError> {
-    let threads = threads(out.len());
+    let whole = out.len();
+    let threads = threads(whole);
     if threads > 1
         && let Some(runs) = whole_runs(plan, out)
     {
@@ -34,11 +37,11 @@ pub(super) fn part(
         let run = &mut out[to..to + inside.len()];
         if inside == (0..plan.chunk(index).len()) {
             // A whole chunk goes straight to its place and is checked there.
-            return take(manifest, slot, index, run);
+            return take(manifest, slot, index, (run, store_for(whole)));
         }
         if held != Some(entry) {
             chunk.resize(plan.chunk(index).len(), 0);
-            take(manifest, slot, index, &mut chunk)?;
+            take(manifest, slot, index, (&mut chunk, Store::Cached))?;
             held = Some(entry);
         }
         run.copy_from_slice(&chunk[inside]);
@@ -102,24 +105,24 @@ fn whole_runs<'a>(plan: &ReadPlan, out: &'a mut [u8]) -> Option<Vec<Run<'a>>> {
     Some(runs)
 }
 
+/// Copies runs over so many threads, each taking the next one when it is done: one that comes late takes fewer.
 fn in_parallel(
     manifest: &Manifest,
     slot: &Mapped,
     (mut runs, threads): (Vec<Run<'_>>, usize),
 ) -> Result<(), TransferError> {
-    let each = runs.len().div_ceil(threads).max(1);
-    let first = each.min(runs.len());
+    let bytes = runs.iter().map(|run| run.out.len()).sum();
+    let left = Mutex::new(runs.iter_mut());
+    let next = || left.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let work = || {
+        while let Some(run) = next() {
+            take(manifest, slot, run.chunk, (run.out, store_for(bytes)))?;
+        }
+        Ok(())
+    };
     std::thread::scope(|scope| {
-        let work = |runs: &mut [Run<'_>]| {
-            let one = |run: &mut Run<'_>| take(manifest, slot, run.chunk, run.out);
-            runs.iter_mut().try_for_each(one)
-        };
-        let (own, others) = runs.split_at_mut(first);
-        let others: Vec<_> = others
-            .chunks_mut(each)
-            .map(|runs| scope.spawn(move || work(runs)))
-            .collect();
-        let mut done = work(own);
+        let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+        let mut done = work();
         for thread in others {
             let ended = thread.join().unwrap_or(Err(TransferError::Stopped));
             done = done.and(ended);
@@ -128,8 +131,16 @@ fn in_parallel(
     })
 }
 
+fn store_for(bytes: usize) -> Store {
+    if bytes >= limits::UNCACHED_COPY_BYTES {
+        Store::Past
+    } else {
+        Store::Cached
+    }
+}
+
 /// Copies what is in a store to its places in the part.
-pub(super) fn store(plan: &ReadPlan, store: &Store, out: &mut [u8]) {
+pub(super) fn store(plan: &ReadPlan, store: &read::Store, out: &mut [u8]) {
     let first = store.entries.start;
     plan.scatter_within(store.entries.clone(), |entry, inside, to| {
         let at = plan.stored(first, entry).start;
@@ -143,12 +154,12 @@ pub(super) fn take(
     manifest: &Manifest,
     slot: &Mapped,
     index: usize,
-    chunk: &mut [u8],
+    (chunk, store): (&mut [u8], Store),
 ) -> Result<(), TransferError> {
     let start = kv::chunk_range(index, slot.bytes(), manifest.chunk_bytes).start;
     let mut first = None;
     for _ in 0..limits::MAX_CHUNK_READS {
-        let Some(crc) = slot.read_crc32c(start, chunk) else {
+        let Some(crc) = slot.read_crc32c(start, chunk, store) else {
             return Err(TransferError::invalid("bytes", "reach past the slot"));
         };
         match manifest.verify_chunk_crc(index, crc) {

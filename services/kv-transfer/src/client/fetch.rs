@@ -10,7 +10,7 @@ use super::{KvClient, copy};
 use crate::local::Mapped;
 use crate::{TransferError, limits, wire};
 use base::{Deadline, clock::SystemClock};
-use fabric::Access;
+use fabric::{Access, Store};
 use kv::{KvError, KvGeometry, KvShard, Manifest, ReadPlan};
 use proto::v1::{self, PrefixHandle};
 
@@ -153,7 +153,7 @@ impl Fetched {
                     if held != Some(entry) {
                         let index = plan.chunks()[entry];
                         chunk.resize(plan.chunk(index).len(), 0);
-                        copy::take(&self.manifest, slot, index, &mut chunk)?;
+                        copy::take(&self.manifest, slot, index, (&mut chunk, Store::Cached))?;
                         held = Some(entry);
                     }
                     visit(to, &chunk[inside])

@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use base::Deadline;
-use fabric::{Access, SharedMemory};
+use fabric::{Access, SharedMemory, Store};
 use proto::v1;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
@@ -44,9 +44,9 @@ impl Mapped {
 
     /// As [`Self::read`], and gives the CRC32C of what was copied; `None` where that gives false.
     #[must_use]
-    pub fn read_crc32c(&self, at: usize, out: &mut [u8]) -> Option<u32> {
+    pub fn read_crc32c(&self, at: usize, out: &mut [u8], store: Store) -> Option<u32> {
         let inside = self.holds(at, out.len());
-        inside.then(|| self.memory.read_crc32c(self.offset + at, out, 0))?
+        inside.then(|| self.memory.read_crc32c(self.offset + at, out, (0, store)))?
     }
 
     /// As [`Self::write`], and gives the CRC32C of what has the checksum `crc` and `bytes` behind it; `None` where

@@ -8,18 +8,46 @@ use crc_fast::{CrcAlgorithm, Digest};
 /// Bytes that are copied and then checked in the first cache, where the processor lacks the instructions.
 const PLAIN_BLOCK: usize = 16 << 10;
 
+/// What becomes of the target's place in the caches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Store {
+    /// The bytes stay there, for whoever reads them next.
+    Cached,
+    /// They go past the caches: for a copy that is larger than these, whose lines would be read first only to be
+    /// overwritten.
+    Past,
+}
+
 /// Copies `from[..len]` to `to[..len]` and gives the CRC32C of what has the checksum `crc` and those bytes
 /// behind it. Each byte of the source is read once.
 ///
 /// # Safety
 /// `from` is readable and `to` writable for `len` bytes, they do not overlap, and nobody else uses `to`.
 /// Others may write to `from`: the bytes are then any of those that stood there.
-pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, len: usize, crc: u32) -> u32 {
+pub(crate) unsafe fn copy(
+    from: *const u8,
+    to: *mut u8,
+    len: usize,
+    (crc, store): (u32, Store),
+) -> u32 {
     #[cfg(target_arch = "x86_64")]
-    if len >= wide::FOLDED && wide::is_there() {
-        // SAFETY: the instructions are there, and the ranges are those of the caller.
-        return unsafe { wide::copy(from, Some(to), len, crc) };
+    if len >= wide::FOLDED + wide::LANE && wide::is_there() {
+        if store == Store::Cached {
+            // SAFETY: the instructions are there, and the ranges are those of the caller.
+            return unsafe { wide::copy::<false>(from, Some(to), len, crc) };
+        }
+        let head = to.align_offset(wide::LANE).min(wide::LANE);
+        // SAFETY: the ranges are those of the caller, which have more bytes than the head.
+        let crc = unsafe { plain(from, to, head, crc) };
+        // SAFETY: as above.
+        let from = unsafe { from.add(head) };
+        // SAFETY: as above.
+        let to = unsafe { to.add(head) };
+        // SAFETY: the instructions are there, the ranges are the rest of the caller's, and the target begins with
+        // a whole lane.
+        return unsafe { wide::copy::<true>(from, Some(to), len - head, crc) };
     }
+    let _ = store;
     // SAFETY: the ranges are those of the caller.
     unsafe { plain(from, to, len, crc) }
 }
@@ -32,7 +60,7 @@ pub(crate) unsafe fn of(from: *const u8, len: usize, crc: u32) -> u32 {
     #[cfg(target_arch = "x86_64")]
     if len >= wide::FOLDED && wide::is_there() {
         // SAFETY: the instructions are there, and the range is that of the caller.
-        return unsafe { wide::copy(from, None, len, crc) };
+        return unsafe { wide::copy::<false>(from, None, len, crc) };
     }
     let mut block = [0; PLAIN_BLOCK];
     let mut crc = crc;
@@ -71,8 +99,9 @@ unsafe fn plain(from: *const u8, to: *mut u8, len: usize, crc: u32) -> u32 {
 mod wide {
     use std::arch::is_x86_feature_detected;
     use std::arch::x86_64::{
-        __m512i, _mm_cvtsi32_si128, _mm512_clmulepi64_epi128, _mm512_set_epi64,
-        _mm512_setzero_si512, _mm512_ternarylogic_epi64, _mm512_xor_si512, _mm512_zextsi128_si512,
+        __m512i, _mm_cvtsi32_si128, _mm_sfence, _mm512_clmulepi64_epi128, _mm512_set_epi64,
+        _mm512_setzero_si512, _mm512_stream_si512, _mm512_ternarylogic_epi64, _mm512_xor_si512,
+        _mm512_zextsi128_si512,
     };
     use std::ptr;
 
@@ -81,7 +110,7 @@ mod wide {
     /// Bytes that are folded at once.
     pub(super) const FOLDED: usize = 256;
     /// Bytes of a register.
-    const LANE: usize = 64;
+    pub(super) const LANE: usize = 64;
     const LANES: usize = FOLDED / LANE;
     /// a ^ b ^ c, as a table of three inputs.
     const XOR3: i32 = 0x96;
@@ -117,14 +146,20 @@ mod wide {
     /// As [`super::copy`], or without a place to copy to as [`super::of`].
     ///
     /// # Safety
-    /// As there; [`is_there`] must hold and `len` be at least [`FOLDED`].
+    /// As there; [`is_there`] must hold and `len` be at least [`FOLDED`]. To store past the caches the target must
+    /// begin at a multiple of [`LANE`].
     #[target_feature(enable = "avx512f,vpclmulqdq")]
-    pub(super) unsafe fn copy(from: *const u8, to: Option<*mut u8>, len: usize, crc: u32) -> u32 {
+    pub(super) unsafe fn copy<const PAST: bool>(
+        from: *const u8,
+        to: Option<*mut u8>,
+        len: usize,
+        crc: u32,
+    ) -> u32 {
         let keys = _mm512_set_epi64(HIGH, LOW, HIGH, LOW, HIGH, LOW, HIGH, LOW);
         let mut rest = [_mm512_setzero_si512(); LANES];
         for (lane, rest) in rest.iter_mut().enumerate() {
             // SAFETY: the first `FOLDED` bytes are in the ranges of the caller.
-            *rest = unsafe { step(from, to, lane * LANE) };
+            *rest = unsafe { step::<PAST>(from, to, lane * LANE) };
         }
         // The first four bytes take up what came before.
         let before = _mm512_zextsi128_si512(_mm_cvtsi32_si128((!crc).cast_signed()));
@@ -133,7 +168,7 @@ mod wide {
         for at in (FOLDED..whole).step_by(FOLDED) {
             for (lane, rest) in rest.iter_mut().enumerate() {
                 // SAFETY: `at + FOLDED` is at most `whole`, within the ranges of the caller.
-                let bytes = unsafe { step(from, to, at + lane * LANE) };
+                let bytes = unsafe { step::<PAST>(from, to, at + lane * LANE) };
                 let low = _mm512_clmulepi64_epi128(*rest, keys, 0x00);
                 let high = _mm512_clmulepi64_epi128(*rest, keys, 0x11);
                 *rest = _mm512_ternarylogic_epi64(low, high, bytes, XOR3);
@@ -157,6 +192,10 @@ mod wide {
             // SAFETY: the target has as many bytes behind `whole`, and is no memory of this function.
             unsafe { ptr::copy_nonoverlapping(tail.as_ptr(), to, tail.len()) };
         }
+        if PAST {
+            // Before anybody is told that the bytes are there.
+            _mm_sfence();
+        }
         let mut digest = Digest::new_with_init_state(CrcAlgorithm::Crc32Iscsi, 0);
         digest.update(&end[..FOLDED + len - whole]);
         digest.finalize() as u32
@@ -168,7 +207,7 @@ mod wide {
     /// They are in the ranges of the caller of [`copy`].
     #[target_feature(enable = "avx512f")]
     #[inline]
-    unsafe fn step(from: *const u8, to: Option<*mut u8>, at: usize) -> __m512i {
+    unsafe fn step<const PAST: bool>(from: *const u8, to: Option<*mut u8>, at: usize) -> __m512i {
         // SAFETY: they are readable, as the caller says.
         let from = unsafe { from.add(at) };
         // SAFETY: as above, at any address; volatile, so that they are not read a second time for the copy.
@@ -176,8 +215,13 @@ mod wide {
         if let Some(to) = to {
             // SAFETY: they are writable, as the caller says.
             let to = unsafe { to.add(at) };
-            // SAFETY: as above, at any address.
-            unsafe { to.cast::<Lane>().write(lane) };
+            if PAST {
+                // SAFETY: as above, at a multiple of a lane, as the caller says.
+                unsafe { _mm512_stream_si512(to.cast(), lane.0) };
+            } else {
+                // SAFETY: as above, at any address.
+                unsafe { to.cast::<Lane>().write(lane) };
+            }
         }
         lane.0
     }
@@ -210,7 +254,11 @@ mod tests {
             let cut = cut.index(len + 1);
             let expected = defined(bytes);
             type Way = unsafe fn(*const u8, *mut u8, usize, u32) -> u32;
-            for way in [copy as Way, plain as Way] {
+            // SAFETY: as the caller of the pointers below.
+            let cached: Way = |from, to, len, crc| unsafe { copy(from, to, len, (crc, Store::Cached)) };
+            // SAFETY: as above.
+            let past: Way = |from, to, len, crc| unsafe { copy(from, to, len, (crc, Store::Past)) };
+            for way in [cached, past, plain as Way] {
                 let mut out = vec![0xa5u8; len + 64];
                 // SAFETY: both parts have `cut` bytes.
                 let first = unsafe { way(bytes.as_ptr(), out[32..].as_mut_ptr(), cut, 0) };

@@ -19,6 +19,7 @@ mod transfer;
 mod worker;
 
 pub use context::{Context, Use};
+pub use digest::Store;
 pub use endpoint::{Endpoint, Flushing, RemoteKey};
 pub use memory::PoolMemory;
 pub use message::{Announced, Arrived, Body, MAX_HEADER_BYTES, Receiving, Sending};

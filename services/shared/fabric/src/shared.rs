@@ -10,7 +10,7 @@ use rustix::fs::{
 };
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
-use crate::digest;
+use crate::digest::{self, Store};
 
 /// What a process may do with shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -166,14 +166,19 @@ impl SharedMemory {
     /// As [`Self::read`], and gives the CRC32C of what has the checksum `crc` and the bytes that were copied
     /// behind it. `None` where [`Self::read`] gives false.
     #[must_use]
-    pub fn read_crc32c(&self, offset: usize, out: &mut [u8], crc: u32) -> Option<u32> {
+    pub fn read_crc32c(
+        &self,
+        offset: usize,
+        out: &mut [u8],
+        (crc, store): (u32, Store),
+    ) -> Option<u32> {
         if !self.holds(offset, out.len()) {
             return None;
         }
         // SAFETY: `offset` lies in the region, as checked above.
         let from = unsafe { self.base.as_ptr().add(offset) };
         // SAFETY: the range lies in the region, and `out` is memory of this process alone.
-        Some(unsafe { digest::copy(from, out.as_mut_ptr(), out.len(), crc) })
+        Some(unsafe { digest::copy(from, out.as_mut_ptr(), out.len(), (crc, store)) })
     }
 
     /// As [`Self::write`], and gives the CRC32C of what has the checksum `crc` and `bytes` behind it. `None`
@@ -185,9 +190,10 @@ impl SharedMemory {
         }
         // SAFETY: `offset` lies in the region, as checked above.
         let to = unsafe { self.base.as_ptr().add(offset) };
+        let how = (crc, Store::Cached);
         // SAFETY: the range lies in the region, which is mapped for writing and of which no reference exists;
         // `bytes` is memory of this process alone.
-        Some(unsafe { digest::copy(bytes.as_ptr(), to, bytes.len(), crc) })
+        Some(unsafe { digest::copy(bytes.as_ptr(), to, bytes.len(), how) })
     }
 
     /// CRC32C of what has the checksum `crc` and `[offset, offset + len)` of the region behind it. `None` when

@@ -1,4 +1,6 @@
 //! Many receivers: of the whole prefix, of their heads, of layers as they come.
+use std::time::Duration;
+
 use base::{clock, task};
 use kv::KvShard;
 use kv_transfer::{Description, FetchRequest, KvClient, TransferError};
@@ -10,6 +12,8 @@ use crate::bench::median;
 use crate::error::OmniError;
 
 const PAGE_BYTES: usize = 4096;
+/// What a producer needs to compute a layer.
+const COMPUTE: Duration = Duration::from_millis(10);
 
 /// Fetches a part and copies it out; gives the bytes read.
 async fn take(
@@ -129,6 +133,7 @@ pub(super) async fn layers(bench: &Bench) -> Result<Value, OmniError> {
     let mut last = clock::now();
     for _ in 0..SHAPE.layers {
         let bytes = vec![0x5a; layer];
+        tokio::time::sleep(COMPUTE).await;
         last = clock::now();
         publication.write(bytes).await.map_err(failed)?;
         each.push(clock::millis_since(last));
