@@ -8,6 +8,7 @@
 
 #include <type_traits>
 
+#include "gemm_codes.cuh"
 #include "gemm_epilogue.cuh"
 #include "gemm_multiply.cuh"
 #include "gemm_schedule.cuh"
@@ -28,6 +29,7 @@ constexpr int WARPS_WORKING = 8;
 enum class Finish {
     STORE,     // bf16
     SWIGLU,    // the first half of w's rows times SiLU of the second half, bf16
+    CODES,     // the same as e4m3 (gemm_codes.cuh)
     ADD,       // plus the residual, bf16
     FLOAT,     // fp32
 };
@@ -40,11 +42,12 @@ struct Product {
     static constexpr int STAGES = RING;
     static constexpr int CLUSTER = BLOCKS;
     static_assert(CLUSTER == 1 || CLUSTER == 2, "one operand is shared by two blocks");
-    static constexpr bool SWIGLU = FINISH == Finish::SWIGLU;
+    static constexpr bool CODES = FINISH == Finish::CODES;
+    static constexpr bool SWIGLU = CODES || FINISH == Finish::SWIGLU;
     static constexpr bool RESIDUAL = FINISH == Finish::ADD;
     static constexpr bool FLOAT = FINISH == Finish::FLOAT;
     static constexpr int OUT_COLUMNS = SWIGLU ? COLUMNS / 2 : COLUMNS;  // columns of out of a tile
-    static_assert(FLOAT || OUT_COLUMNS % Staging::BOX_COLUMNS == 0, "tiles of out are whole boxes");
+    static_assert(FLOAT || CODES || OUT_COLUMNS % Staging::BOX_COLUMNS == 0, "tiles of out are whole boxes");
     using Sums = float[COLUMNS / 2];
     using Scaling = std::conditional_t<ELEMENT == 1, Scales<COLUMNS, SWIGLU>, NoScales>;
 
@@ -239,8 +242,11 @@ __device__ __forceinline__ void work_tiles(const Arguments& args, const CUtensor
             wgmma_wait<0>();
             keep(sums);
             release<CLUSTER>(&barriers.empty[last]);
-            finish<Traits::COLUMNS, Traits::SWIGLU, Traits::RESIDUAL, Traits::FLOAT>(sums, scales, residual, args,
-                                                                                     out_map, target, staging);
+            if constexpr (Traits::CODES)
+                finish_codes<Traits::COLUMNS>(sums, scales, args, out_map, target, staging);
+            else
+                finish<Traits::COLUMNS, Traits::SWIGLU, Traits::RESIDUAL, Traits::FLOAT>(
+                    sums, scales, residual, args, out_map, target, staging);
             continue;
         }
         for (int step = 0; step < steps; ++step) {

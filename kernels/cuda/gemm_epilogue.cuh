@@ -18,6 +18,7 @@ struct Arguments {
     int n;                       // rows of w of a group
     int k;
     int columns;                 // of out: n, or n / 2 with SwiGLU
+    int8_t* exponents;           // [rows, blocks of 64 columns], of results that go out as e4m3
 };
 
 // The 16 rows of one warp.

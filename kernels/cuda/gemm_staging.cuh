@@ -86,20 +86,23 @@ struct Staging {
     }
 
     // Stores the window: by the copy engine, which cuts columns at the end of out, or piece by piece where rows of
-    // another group follow.
+    // another group follow. A narrower box goes piece by piece too. The map has `ELEMENTS` columns for one here.
+    template <int WIDTH = BOX_COLUMNS, int ELEMENTS = 1>
     static __device__ __forceinline__ void store(char* staging, void* out, const CUtensorMap* map,
                                                  const Window& window) {
-        if (window.rows >= ROWS) {
+        if (WIDTH == BOX_COLUMNS && window.rows >= ROWS) {
             hopper::fence_async_shared();
             __syncwarp();
             if ((threadIdx.x & 31) == 0) {
-                hopper::store_2d(map, staging, window.column, window.row);
+                hopper::store_2d(map, staging, window.column * ELEMENTS, window.row);
                 hopper::store_commit();
             }
             return;
         }
         __syncwarp();
+        const bool within = (threadIdx.x & 7) * 8 < WIDTH;
         for_pieces(hopper::smem_address(staging), window, [&](int, uint32_t from, size_t index) {
+            if (!within) return;
             uint4 v;
             asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                          : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)

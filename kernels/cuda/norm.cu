@@ -30,7 +30,6 @@ struct Arguments {
     float* scale;         // [tokens], with `code`
     int tokens;
     int width;
-    const int* count;     // only so many rows, or null: `tokens`
 };
 
 // The sum over choices in slot order, then the shared row, then x; one rounding. `kTopK` 0: any number.
@@ -76,7 +75,6 @@ __device__ __forceinline__ void run(const Arguments& a) {
     __shared__ float scratch[2][32];
     const int token = Row::row();
     if (token >= a.tokens) return;  // whole warps, and whole blocks where a row is a block
-    if (a.count != nullptr && token >= __ldg(a.count)) return;
     const int64_t at = static_cast<int64_t>(token) * width;
     Row row;
     row.clear();
@@ -131,8 +129,7 @@ NORM_KERNELS(4096, 128, 4, 0, 9)
 COMBINE_KERNELS(4096, 512, 1, 0, 2)
 NORM_KERNELS(8192, 512, 2, 0, 2)
 COMBINE_KERNELS(8192, 512, 2, 0, 2)
-// The widths of HunyuanImage-3.0: the hidden one, also where only the codes go out, and the inner one of its experts.
+// The width of HunyuanImage-3.0, also where only the codes go out.
 NORM_KERNELS(is_4096, 256, 2, 4096, 6)
 COMBINE_KERNELS(is_4096, 512, 1, 4096, 2)
 NORM_KERNEL(rms_norm_codes_4096, 128, 4, 4096, 8, Source::kPlain, 0)
-NORM_KERNEL(rms_norm_is_3072, 128, 3, 3072, 10, Source::kPlain, 0)

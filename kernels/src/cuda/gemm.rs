@@ -6,8 +6,9 @@
 //! The kernels of one [`Gpu`](super::Gpu) share a counter of work, so products run one after another: all on its
 //! one stream.
 
+use super::codes::{SwiGluCodes, settle_codes};
 use super::error::Result;
-use super::gemm_launch::{ANY, Product};
+use super::gemm_launch::{ANY, After, Product};
 use super::norm::E4m3Rows;
 use super::tensor::{GpuTensor, GpuType};
 
@@ -17,10 +18,20 @@ pub enum Finish<'a> {
     /// Nothing; `out [rows, n]`, bf16 or (dense bf16 products only) F32.
     Store,
     /// HunyuanImage-3.0: the first half of the n features, linear, times SiLU of the second half;
-    /// `out [rows, n / 2]`, bf16.
+    /// `out [rows, n / 2]`, bf16. For bf16 products; see [`grouped_swiglu_fp8`].
     SwiGlu,
     /// Plus this, bf16 `[rows, n]`; it may be `out`.
     Add(&'a GpuTensor),
+}
+
+impl<'a> From<Finish<'a>> for After<'a> {
+    fn from(finish: Finish<'a>) -> Self {
+        match finish {
+            Finish::Store => Self::Store,
+            Finish::SwiGlu => Self::SwiGlu,
+            Finish::Add(residual) => Self::Add(residual),
+        }
+    }
 }
 
 /// `out = finish(a . w^T)` with `a [rows, k]` and `w [n, k]` in bf16; k and n (n / 2 with SwiGLU) are
@@ -39,7 +50,7 @@ pub fn gemm(out: &GpuTensor, a: &GpuTensor, w: &GpuTensor, finish: Finish<'_>) -
         w: &w,
         offsets: None,
         scales: None,
-        finish,
+        finish: finish.into(),
     }
     .run()
 }
@@ -67,7 +78,7 @@ pub fn grouped_gemm(
         w,
         offsets: Some(offsets),
         scales: None,
-        finish,
+        finish: finish.into(),
     }
     .run()
 }
@@ -97,7 +108,7 @@ pub fn gemm_fp8(
         w: &values,
         offsets: None,
         scales,
-        finish,
+        finish: finish.into(),
     }
     .run()
 }
@@ -123,7 +134,36 @@ pub fn grouped_gemm_fp8(
         w: w.codes,
         offsets: Some(offsets),
         scales,
-        finish,
+        finish: finish.into(),
     }
     .run()
+}
+
+/// The first half of experts in 8-bit floats: [`grouped_gemm_fp8`] with [`Finish::SwiGlu`] into 8-bit floats; k and
+/// n / 2 are multiples of 16.
+///
+/// Scales are powers of two, the smallest of every eighth that holds a row: codes lose nothing to the best scale until
+/// values lie a factor of 110 and more below the row's largest. Rows of no group stay.
+///
+/// # Errors
+/// Those of [`gemm`].
+pub fn grouped_swiglu_fp8(
+    out: SwiGluCodes<'_>,
+    a: E4m3Rows<'_>,
+    w: E4m3Rows<'_>,
+    offsets: &GpuTensor,
+) -> Result<()> {
+    const OP: &str = "grouped_swiglu_fp8";
+    w.codes.expect(OP, "w", &[ANY, ANY, ANY], GpuType::E4m3)?;
+    Product {
+        op: OP,
+        out: out.rows.codes,
+        a: a.codes,
+        w: w.codes,
+        offsets: Some(offsets),
+        scales: Some((a.scales, w.scales)),
+        finish: After::Codes(out.exponents),
+    }
+    .run()?;
+    settle_codes(out, &offsets.narrow0(w.codes.dim(0), 1)?)
 }

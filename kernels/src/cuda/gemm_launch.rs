@@ -2,8 +2,8 @@
 
 use cudarc::driver::{DeviceRepr, LaunchConfig, PushKernelArg};
 
+use super::codes::CODE_COLUMNS;
 use super::error::{Result, argument, shape};
-use super::gemm::Finish;
 use super::launch::{aligned, int};
 use super::map::TensorMap;
 use super::tensor::{GpuTensor, GpuType};
@@ -42,6 +42,7 @@ struct Arguments {
     n: i32,
     k: i32,
     columns: i32,
+    exponents: u64,
 }
 
 // SAFETY: addresses and numbers, laid out as the kernel declares them.
@@ -81,6 +82,22 @@ impl Tiles {
     }
 }
 
+/// What follows a product.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum After<'a> {
+    Store,
+    Add(&'a GpuTensor),
+    SwiGlu,
+    /// SwiGLU in e4m3, with these exponents.
+    Codes(&'a GpuTensor),
+}
+
+impl After<'_> {
+    fn halves(self) -> bool {
+        matches!(self, Self::SwiGlu | Self::Codes(_))
+    }
+}
+
 /// One product, with `w [groups, n, k]`.
 pub(super) struct Product<'a> {
     pub(super) op: &'static str,
@@ -90,7 +107,7 @@ pub(super) struct Product<'a> {
     pub(super) offsets: Option<&'a GpuTensor>,
     /// Of the rows of `a` and of the rows of `w`.
     pub(super) scales: Option<(&'a GpuTensor, &'a GpuTensor)>,
-    pub(super) finish: Finish<'a>,
+    pub(super) finish: After<'a>,
 }
 
 impl Product<'_> {
@@ -131,21 +148,25 @@ impl Product<'_> {
     fn kernel(&self, tiles: Tiles) -> Result<(&'static str, &'static str)> {
         let float = self.out.dtype() == GpuType::F32;
         let (file, [wide, narrow]) = match (self.scales.is_some(), self.finish, float) {
-            (false, Finish::Store, false) => ("gemm_bf16", ["gemm_bf16", "gemm_bf16_narrow"]),
-            (false, Finish::Store, true) => {
+            (false, After::Store, false) => ("gemm_bf16", ["gemm_bf16", "gemm_bf16_narrow"]),
+            (false, After::Store, true) => {
                 ("gemm_bf16", ["gemm_bf16_float", "gemm_bf16_float_narrow"])
             }
-            (false, Finish::SwiGlu, false) => {
+            (false, After::SwiGlu, false) => {
                 ("gemm_bf16", ["gemm_bf16_swiglu", "gemm_bf16_swiglu_narrow"])
             }
-            (false, Finish::Add(_), false) => {
+            (false, After::Add(_), false) => {
                 ("gemm_bf16", ["gemm_bf16_add", "gemm_bf16_add_narrow"])
             }
-            (true, Finish::Store, false) => ("gemm_fp8", ["gemm_fp8", "gemm_fp8_narrow"]),
-            (true, Finish::SwiGlu, false) => {
-                ("gemm_fp8", ["gemm_fp8_swiglu", "gemm_fp8_swiglu_narrow"])
+            (true, After::Store, false) => ("gemm_fp8", ["gemm_fp8", "gemm_fp8_narrow"]),
+            (true, After::Codes(_), false) => {
+                ("gemm_fp8", ["gemm_fp8_codes", "gemm_fp8_codes_narrow"])
             }
-            (true, Finish::Add(_), false) => ("gemm_fp8", ["gemm_fp8_add", "gemm_fp8_add_narrow"]),
+            (true, After::Add(_), false) => ("gemm_fp8", ["gemm_fp8_add", "gemm_fp8_add_narrow"]),
+            (true, After::SwiGlu, _) => {
+                let reason = "of 8-bit floats goes out as such: grouped_swiglu_fp8";
+                return Err(argument(self.op, "finish", reason));
+            }
             _ => return Err(argument(self.op, "out", "must be bf16 for this product")),
         };
         Ok((file, if tiles == WIDE { wide } else { narrow }))
@@ -180,12 +201,17 @@ impl Product<'_> {
             arguments.offsets = offsets.address();
         }
         match self.finish {
-            Finish::Add(residual) => {
+            After::Add(residual) => {
                 residual.expect(op, "residual", &[rows, n], GpuType::Bf16)?;
                 aligned(op, &[("residual", residual)])?;
                 arguments.residual = residual.address();
             }
-            Finish::Store | Finish::SwiGlu => {}
+            After::Codes(exponents) => {
+                let blocks = columns.div_ceil(CODE_COLUMNS);
+                exponents.expect(op, "exponents", &[rows, blocks], GpuType::U8)?;
+                arguments.exponents = exponents.address();
+            }
+            After::Store | After::SwiGlu => {}
         }
         if let Some((of_rows, of_columns)) = self.scales {
             of_rows.expect(op, "a scales", &[self.a.dim(0)], GpuType::F32)?;
@@ -200,13 +226,17 @@ impl Product<'_> {
     /// Columns of `out`, which has rows of whole 16 bytes.
     fn columns(&self) -> Result<usize> {
         let (op, n) = (self.op, self.w.dim(1));
-        let halves = matches!(self.finish, Finish::SwiGlu);
-        if halves && !n.is_multiple_of(2) {
+        if self.finish.halves() && !n.is_multiple_of(2) {
             return Err(shape(op, "w", "an even number of features", self.w.shape()));
         }
-        let columns = if halves { n / 2 } else { n };
-        if !columns.is_multiple_of(8) {
-            let expected = "a multiple of 8 columns of out";
+        let columns = if self.finish.halves() { n / 2 } else { n };
+        let each = if matches!(self.finish, After::Codes(_)) {
+            16
+        } else {
+            8
+        };
+        if !columns.is_multiple_of(each) {
+            let expected = format!("a multiple of {each} columns of out");
             return Err(shape(op, "w", expected, self.w.shape()));
         }
         Ok(columns)
@@ -214,8 +244,9 @@ impl Product<'_> {
 
     /// Rows of `a` and `out`.
     fn rows(&self) -> Result<usize> {
-        let dtype = match self.out.dtype() {
-            GpuType::F32 => GpuType::F32,
+        let dtype = match (self.finish, self.out.dtype()) {
+            (After::Codes(_), _) => GpuType::E4m3,
+            (_, GpuType::F32) => GpuType::F32,
             _ => GpuType::Bf16,
         };
         let rows = self.a.dim(0);

@@ -13,6 +13,7 @@ mod attention;
 mod attention_fused;
 mod attention_tiles;
 mod bias;
+mod codes;
 mod comm;
 mod comm_library;
 mod comm_ops;
@@ -48,6 +49,7 @@ pub use attention::{AttentionOut, AttentionPlan, attention};
 pub use attention_fused::{attention_fused, plan_fused};
 pub use attention_tiles::{GpuAttnRow, KvRun};
 pub use bias::{Activation, bias_activation};
+pub use codes::{CODE_COLUMNS, SwiGluCodes};
 pub use comm::{Comm, CommAborter, CommId, CommOptions, Lane};
 pub use comm_ops::Transfer;
 pub use conv::{ConvOptions, Moves, Shortcut, conv, conv_sum_elements};
@@ -64,7 +66,7 @@ pub use device::{Gpu, GpuMemory};
 pub use early::Start;
 pub use embed::{RowIndex, gather_rows, move_rows, narrow_to_bf16, scalar_code, scatter_rows};
 pub use error::{CudaError, Result};
-pub use gemm::{Finish, gemm, gemm_fp8, grouped_gemm, grouped_gemm_fp8};
+pub use gemm::{Finish, gemm, gemm_fp8, grouped_gemm, grouped_gemm_fp8, grouped_swiglu_fp8};
 pub use group_norm::{
     GpuGroupNorm, group_norm_apply, group_norm_coefficients, group_norm_sum_elements,
     group_norm_sums,
@@ -73,8 +75,7 @@ pub use link::{UploadRing, Uploader};
 pub use memory::DeviceBuffer;
 pub use merge::{KeptOutputs, Partial, merge_attention, sum_kept};
 pub use norm::{
-    E4m3Rows, ExpertOutputs, NormOutput, RmsNorm, add_rms_norm, combine, quantize_rows,
-    quantize_rows_until, rms_norm,
+    E4m3Rows, ExpertOutputs, NormOutput, RmsNorm, add_rms_norm, combine, quantize_rows, rms_norm,
 };
 pub use norm_layer::{GpuLayerNorm, add_layer_norm, layer_norm};
 pub use permute::{Permutation, gather, gather_e4m3, permute};

@@ -38,8 +38,6 @@ fn kernel(kind: Kind, width: usize) -> Kernel {
         _ => 4,
     };
     match kind {
-        // Outputs of an expert's first half.
-        Kind::Plain { .. } if width == 3072 => ("rms_norm_is_3072", 128, 1),
         Kind::Plain { codes_only: true } if width == 4096 => ("rms_norm_codes_4096", 128, 1),
         Kind::Plain { .. } => [
             ("rms_norm_256", 256, 8),
@@ -128,7 +126,6 @@ struct Arguments {
     scale: u64,
     tokens: i32,
     width: i32,
-    count: u64,
 }
 
 // SAFETY: plain numbers in the layout of the kernel's struct.
@@ -227,22 +224,6 @@ pub fn quantize_rows(x: &GpuTensor, out: E4m3Rows<'_>) -> Result<()> {
     Call::new("quantize_rows", x, None, out)?.run(Kind::Plain { codes_only })
 }
 
-/// [`quantize_rows`] of the first `count` I32 `[1]` rows, a number that only the device knows; others stay.
-///
-/// # Errors
-/// Those of [`rms_norm`].
-pub fn quantize_rows_until(x: &GpuTensor, count: &GpuTensor, out: E4m3Rows<'_>) -> Result<()> {
-    const OP: &str = "quantize_rows";
-    count.expect(OP, "count", &[1], GpuType::I32)?;
-    let out = NormOutput {
-        rows: None,
-        e4m3: Some(out),
-    };
-    let mut call = Call::new(OP, x, None, out)?;
-    call.arguments.count = count.address();
-    call.run(Kind::Plain { codes_only: true })
-}
-
 /// A checked launch.
 struct Call<'a> {
     x: &'a GpuTensor,
@@ -277,7 +258,6 @@ impl<'a> Call<'a> {
             scale: 0,
             tokens: int(op, "x", tokens)?,
             width: int(op, "x", width)?,
-            count: 0,
         };
         if let Some(norm) = norm {
             norm.weight.expect(op, "weight", &[width], GpuType::Bf16)?;

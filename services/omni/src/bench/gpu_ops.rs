@@ -4,9 +4,9 @@ use std::sync::Arc;
 use kernels::{
     AttnHeads, Segment, SegmentKind, Tensor,
     cuda::{
-        AttentionOut, AttentionPlan, CudaError, E4m3Rows, Finish, Gpu, GpuAttnRow, GpuTensor,
-        GpuType, KvRun, KvSlot, Result, attention, fill_random, gemm, gemm_fp8, grouped_gemm,
-        grouped_gemm_fp8, quantize_rows,
+        AttentionOut, AttentionPlan, CODE_COLUMNS, CudaError, E4m3Rows, Finish, Gpu, GpuAttnRow,
+        GpuTensor, GpuType, KvRun, KvSlot, Result, SwiGluCodes, attention, fill_random, gemm,
+        gemm_fp8, grouped_gemm, grouped_gemm_fp8, grouped_swiglu_fp8, quantize_rows,
     },
 };
 use model::ModelError;
@@ -178,11 +178,15 @@ impl Experts {
             let (x, y) = (Codes::of(&x)?, Codes::of(&between)?);
             let w = [Codes::of(&w[0])?, Codes::of(&w[1])?, Codes::of(&w[2])?];
             let a = Codes::of(&dense)?;
+            let blocks = [self.rows(), inner.div_ceil(CODE_COLUMNS)];
+            let exponents = GpuTensor::new(&gpu, &blocks, GpuType::U8, "exponents")?;
+            let to = SwiGluCodes {
+                rows: y.get(),
+                exponents: &exponents,
+            };
             [
                 timed(&gpu, rounds, || {
-                    let (x, w) = (x.get(), w[0].get());
-                    grouped_gemm_fp8(&between, x, w, &offsets, Finish::SwiGlu)?;
-                    quantize_rows(&between, y.get())
+                    grouped_swiglu_fp8(to, x.get(), w[0].get(), &offsets)
                 })?,
                 timed(&gpu, rounds, || {
                     grouped_gemm_fp8(&out, y.get(), w[1].get(), &offsets, Finish::Store)

@@ -3,16 +3,17 @@
 use kernels::AttnHeads;
 use kernels::cuda::{
     AttentionOut, AttentionPlan, E4m3Rows, ExpertOutputs, Finish, GpuTensor, KeptOutputs, KvSlots,
-    Lane, NormOutput, Partial, Qkv, RmsNorm, attention, combine, gather, gather_e4m3, gather_rows,
-    gemm, gemm_fp8, grouped_gemm, grouped_gemm_fp8, merge_attention, permute, qkv_rope_norm_write,
-    quantize_rows, quantize_rows_until, rms_norm, route, scatter_rows, sum_kept,
+    Lane, NormOutput, Partial, Qkv, RmsNorm, SwiGluCodes, attention, combine, gather, gather_e4m3,
+    gather_rows, gemm, gemm_fp8, grouped_gemm, grouped_gemm_fp8, grouped_swiglu_fp8,
+    merge_attention, permute, qkv_rope_norm_write, quantize_rows, rms_norm, route, scatter_rows,
+    sum_kept,
 };
 
 use super::group::{Ranks, Travel};
 use super::layout::LayerDims;
 use super::share::{Attention, Flow};
 use super::weights::{LayerBlock, LayerSmall, Matrix};
-use super::workspace::{Codes, RingRoom, Sums, Turn, Workspace};
+use super::workspace::{Codes, Inner, RingRoom, Sums, Turn, Workspace};
 use crate::error::ModelError;
 
 /// The scale of attention that is left where queries carry the rest of it, see `Qkv::q_scale`.
@@ -94,24 +95,6 @@ impl<'a> Input<'a> {
                 Ok(gemm_fp8(out, rows, E4m3Rows { codes, scales }, finish)?)
             }
             _ => Ok(gemm(out, self.bf16, &data, finish)?),
-        }
-    }
-
-    /// Each group's rows times its own matrix.
-    fn times_grouped(
-        self,
-        w: &Matrix,
-        offsets: &GpuTensor,
-        out: &GpuTensor,
-        finish: Finish<'_>,
-    ) -> Result<(), ModelError> {
-        match (self.e4m3, &w.scale) {
-            (Some(rows), Some(scales)) => {
-                let codes = &w.data;
-                let w = E4m3Rows { codes, scales };
-                Ok(grouped_gemm_fp8(out, rows, w, offsets, finish)?)
-            }
-            _ => Ok(grouped_gemm(out, self.bf16, &w.data, offsets, finish)?),
         }
     }
 }
@@ -280,7 +263,7 @@ impl Layer<'_> {
             &mut work.routing,
         )?;
         permute(&work.routing, &mut work.permutation)?;
-        self.multiply(work, pass)?;
+        self.multiply(work)?;
         if pass.flow.spread {
             let sums = room(work.sums.as_ref())?;
             let outputs = KeptOutputs {
@@ -308,37 +291,32 @@ impl Layer<'_> {
     }
 
     /// The rows of each expert that is here through it.
-    fn multiply(&self, work: &Workspace, pass: &Pass) -> Result<(), ModelError> {
-        match (&work.h8, &work.gathered_scales) {
-            (Some(h8), Some(scales)) => {
-                let to = E4m3Rows {
-                    codes: &work.gathered,
-                    scales,
+    fn multiply(&self, work: &Workspace) -> Result<(), ModelError> {
+        let (gate_up, down) = (&self.block.gate_up, &self.block.down);
+        let (order, out) = (&work.permutation, &work.outputs);
+        let offsets = order.offsets();
+        match (&work.inner, &work.h8, &gate_up.scale, &down.scale) {
+            (Inner::E4m3([rows, inner], exponents), Some(h8), Some(first), Some(second)) => {
+                let (rows, inner) = (rows.rows(), inner.rows());
+                gather_e4m3(h8.rows(), order, rows)?;
+                let (codes, scales) = (&gate_up.data, first);
+                let to = SwiGluCodes {
+                    rows: inner,
+                    exponents,
                 };
-                gather_e4m3(h8.rows(), &work.permutation, to)?;
+                grouped_swiglu_fp8(to, rows, E4m3Rows { codes, scales }, offsets)?;
+                let (codes, scales) = (&down.data, second);
+                let w = E4m3Rows { codes, scales };
+                Ok(grouped_gemm_fp8(out, inner, w, offsets, Finish::Store)?)
             }
-            _ => gather(&work.h, &work.permutation, &work.gathered)?,
-        }
-        let offsets = work.permutation.offsets();
-        let scales = work.gathered_scales.as_ref();
-        let gathered = Input {
-            bf16: &work.gathered,
-            e4m3: scales.map(|scales| E4m3Rows {
-                codes: &work.gathered,
-                scales,
-            }),
-        };
-        gathered.times_grouped(&self.block.gate_up, offsets, &work.inner, Finish::SwiGlu)?;
-        match &work.inner8 {
-            // Only the device knows how many rows there are.
-            Some(codes) if pass.flow.spread => {
-                quantize_rows_until(&work.inner, &work.permutation.end()?, codes.rows())?;
+            (Inner::Bf16([rows, inner]), ..) => {
+                gather(&work.h, order, rows)?;
+                grouped_gemm(inner, rows, &gate_up.data, offsets, Finish::SwiGlu)?;
+                let w = &down.data;
+                Ok(grouped_gemm(out, inner, w, offsets, Finish::Store)?)
             }
-            Some(codes) => quantize_rows(&work.inner, codes.rows())?,
-            None => {}
+            _ => Err(ModelError::Internal("a workspace of other weights".into())),
         }
-        let inner = Input::new(&work.inner, work.inner8.as_ref());
-        inner.times_grouped(&self.block.down, offsets, &work.outputs, Finish::Store)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Where the activations of a pass lie in its memory.
 
 use kernels::AttnHeads;
+use kernels::cuda::CODE_COLUMNS;
 
 use super::layout::{LayerDims, WeightType};
 use super::share::{Attention, Flow};
@@ -8,6 +9,7 @@ use super::share::{Attention, Flow};
 /// Alignment of every part, in bytes.
 const ALIGNMENT: usize = 1024;
 /// Bytes of an element.
+const E4M3: usize = 1;
 const BF16: usize = 2;
 const F32: usize = 4;
 
@@ -143,11 +145,12 @@ pub(super) struct AttentionPlaces {
 /// What only the experts need.
 #[derive(Debug)]
 pub(super) struct ExpertPlaces {
+    /// Inputs of the first half, then outputs of the second.
     pub(super) rows: Place,
     pub(super) gathered_scales: Place,
     pub(super) inner: Place,
-    pub(super) inner8: Place,
-    pub(super) inner8_scales: Place,
+    pub(super) inner_scales: Place,
+    pub(super) inner_exponents: Place,
 }
 
 /// Places of all parts, and their total.
@@ -243,9 +246,9 @@ impl Sizes<'_> {
         ExpertPlaces {
             rows: cursor.part(rows * dims.hidden * BF16),
             gathered_scales: cursor.eight(rows * F32),
-            inner: cursor.part(rows * dims.inner * BF16),
-            inner8: cursor.eight(rows * dims.inner),
-            inner8_scales: cursor.eight(rows * F32),
+            inner: cursor.part(rows * dims.inner * if cursor.fp8 { E4M3 } else { BF16 }),
+            inner_scales: cursor.eight(rows * F32),
+            inner_exponents: cursor.eight(rows * dims.inner.div_ceil(CODE_COLUMNS)),
         }
     }
 }

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use kernels::cuda::{DeviceBuffer, Gpu, GpuRouting, GpuTensor, GpuType, Permutation, RowIndex};
+use kernels::cuda::{
+    CODE_COLUMNS, DeviceBuffer, Gpu, GpuRouting, GpuTensor, GpuType, Permutation, RowIndex,
+};
 
 use super::group::Ranks;
 use super::layout::WeightType;
@@ -54,6 +56,14 @@ pub(crate) struct Sums {
     pub(crate) ones: GpuTensor,
 }
 
+/// Inputs of both halves of the experts, `[expert rows, hidden]` and `[expert rows, inner]`, as the weights want them.
+#[derive(Debug)]
+pub(crate) enum Inner {
+    Bf16([GpuTensor; 2]),
+    /// The second with exponents, see `SwiGluCodes`.
+    E4m3([Codes; 2], GpuTensor),
+}
+
 /// Activations of one pass.
 #[derive(Debug)]
 pub(crate) struct Workspace {
@@ -73,12 +83,8 @@ pub(crate) struct Workspace {
     /// `[tokens, query heads * dim]`: what enters the output projection.
     pub(crate) mixed: GpuTensor,
     pub(crate) mixed8: Option<Codes>,
-    /// Inputs of the experts, `[expert rows, hidden]`; bf16, or e4m3 with FP8 weights.
-    pub(crate) gathered: GpuTensor,
-    pub(crate) gathered_scales: Option<GpuTensor>,
-    /// `[expert rows, inner]`.
-    pub(crate) inner: GpuTensor,
-    pub(crate) inner8: Option<Codes>,
+    /// What goes through the experts.
+    pub(crate) inner: Inner,
     /// Outputs of the experts, `[expert rows, hidden]`; where the inputs were.
     pub(crate) outputs: GpuTensor,
     pub(crate) routing: GpuRouting,
@@ -122,6 +128,21 @@ impl Maker<'_> {
         };
         let fp8 = self.sizes.weights == WeightType::Fp8;
         fp8.then(codes).transpose()
+    }
+
+    fn inner(&self) -> Result<Inner, ModelError> {
+        let (at, dims) = (&self.at.experts, self.sizes.dims);
+        let rows = self.sizes.expert_rows(self.of);
+        let (first, second) = ([rows, dims.hidden], [rows, dims.inner]);
+        let codes = self.codes(at.rows, at.gathered_scales, first)?;
+        let inner = self.codes(at.inner, at.inner_scales, second)?;
+        let (Some(codes), Some(inner)) = (codes, inner) else {
+            let inner = self.bf16(at.inner, &second)?;
+            return Ok(Inner::Bf16([self.bf16(at.rows, &first)?, inner]));
+        };
+        let blocks = [rows, dims.inner.div_ceil(CODE_COLUMNS)];
+        let exponents = self.view(at.inner_exponents, &blocks, GpuType::U8)?;
+        Ok(Inner::E4m3([codes, inner], exponents))
     }
 
     fn turn(&self) -> Result<Option<Turn>, ModelError> {
@@ -206,10 +227,7 @@ impl Workspace {
         };
         let at = &make.at;
         let rows = sizes.expert_rows(of);
-        let fp8 = sizes.weights == WeightType::Fp8;
         let normed = [of.normed(), dims.hidden];
-        let input = if fp8 { GpuType::E4m3 } else { GpuType::Bf16 };
-        let scales = fp8.then(|| make.view(at.experts.gathered_scales, &[rows], GpuType::F32));
         let h = make.bf16(at.stream.h, &normed)?;
         let h8 = make.codes(at.stream.h8, at.stream.h8_scales, normed)?;
         let first = if of.normed() > of.own { of.first } else { 0 };
@@ -232,14 +250,7 @@ impl Workspace {
             q: make.bf16(at.attention.q, &[attended, heads.q, heads.dim])?,
             mixed: make.bf16(at.attention.mixed, &mixed)?,
             mixed8: make.codes(at.attention.mixed8, at.attention.mixed8_scales, mixed)?,
-            gathered: make.view(at.experts.rows, &[rows, dims.hidden], input)?,
-            gathered_scales: scales.transpose()?,
-            inner: make.bf16(at.experts.inner, &[rows, dims.inner])?,
-            inner8: make.codes(
-                at.experts.inner8,
-                at.experts.inner8_scales,
-                [rows, dims.inner],
-            )?,
+            inner: make.inner()?,
             outputs: make.bf16(at.experts.rows, &[rows, dims.hidden])?,
             routing: GpuRouting::new(gpu, of.routed(), dims.routed, dims.top_k)?,
             permutation: make.permutation()?,
