@@ -52,7 +52,7 @@ install_python() {
 
 install_helm
 install_python
-need_packages ip:iproute2 nft:nftables etcd:etcd-server
+need_packages ip:iproute2 nft:nftables etcd:etcd-server openssl:openssl
 # The pods' processes of test_wiring.py.
 export OMNI_BIN_DIR=${OMNI_BIN_DIR:-$PWD/../../target/debug}
 [ -x "$OMNI_BIN_DIR/omni" ] && [ -x "$OMNI_BIN_DIR/omnictl" ] ||

@@ -139,6 +139,32 @@ class Pods(unittest.TestCase):
                     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
                         self.assertIn(container[probe]["httpGet"]["port"], ports)
 
+    def test_probes_and_scrapes_speak_as_the_admin_ports_do(self):
+        told = {"gpu-hosts": ("https", True), "gpu": ("https", False)}
+        seen = set()
+        for name, _, template in each_pod():
+            scheme, _ = told.get(name, ("http", False))
+            for container in chart.containers(template):
+                for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+                    if "httpGet" in container.get(probe, {}) and container["name"] != "etcd":
+                        self.assertEqual(container[probe]["httpGet"].get("scheme", "HTTP").lower(), scheme)
+        for name in chart.SETS:
+            things = chart.objects_of(name)
+            scheme, mutual = told.get(name, ("http", False))
+            names = {n for t in things if t["kind"] == "Certificate" for n in t["spec"].get("dnsNames", [])}
+            secrets = {t["spec"]["secretName"] for t in things if t["kind"] == "Certificate"}
+            for thing in (t for t in things if t["kind"] in ("ServiceMonitor", "PodMonitor")):
+                for endpoint in thing["spec"].get("endpoints", []) + thing["spec"].get("podMetricsEndpoints", []):
+                    seen.add((scheme, mutual))
+                    with self.subTest(set=name, object=chart.title(thing)):
+                        self.assertEqual(endpoint.get("scheme", "http"), scheme)
+                        tls = endpoint.get("tlsConfig", {})
+                        self.assertEqual("keySecret" in tls and "cert" in tls, mutual)
+                        if names:
+                            self.assertIn(tls["serverName"], names)
+                            self.assertIn(tls["keySecret"]["name"], secrets)
+        self.assertEqual(seen, {("http", False), ("https", False), ("https", True)})
+
     def test_containers_run_roles_with_settings_the_binary_has(self):
         for name, thing, template in each_pod():
             binary = json.loads((chart.chart_of(name) / "files" / "binary.json").read_text())

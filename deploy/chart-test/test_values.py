@@ -57,6 +57,8 @@ BAD = [
     (POOLS + ",pools[2].name=kv,pools[2].role=kv,pools[2].hosts=2", r"pools\[2\]: a kv pool has no gpus, hosts or plan"),
     (POOLS + ",pools[1].autoscaling.enabled=true", r"pools\[1\]\.autoscaling\.enabled: keda\.prometheusAddress must be set"),
     ("tls.mode=maybe", r"at '/tls/mode'"),
+    ("tls.adminPorts=clear", r"at '/tls/adminPorts'"),
+    (POOLS + ",pools[1].name=monitor", r"at '/pools/1/name'"),
     ("networkPolicy.clients[0].pods=x", r"at '/networkPolicy/clients/0': additional properties 'pods'"),
     ("monitoring.interval=often", r"at '/monitoring/interval'"),
     ("security.user=0", r"at '/security/user'"),
@@ -183,6 +185,16 @@ class Notes(unittest.TestCase):
         text = chart.helm("install", chart.RELEASE, chart.chart_of(name), "--namespace", chart.NAMESPACE,
                           "--dry-run=client", "--values", chart.HERE / "sets" / f"{name}.yaml")
         return text[text.index("NOTES:"):]
+
+    def test_the_annotations_are_what_artifact_hub_reads(self):
+        about = yaml.safe_load((chart.CHART / "Chart.yaml").read_text())
+        notes = about["annotations"]
+        self.assertEqual(notes["artifacthub.io/category"], "ai-machine-learning")
+        for change in yaml.safe_load(notes["artifacthub.io/changes"]):
+            self.assertIn(change["kind"], ("added", "changed", "deprecated", "removed", "fixed", "security"))
+            self.assertTrue(change["description"].endswith("."))
+        images = yaml.safe_load(notes["artifacthub.io/images"])
+        self.assertEqual([image["image"] for image in images], [f"omni:{about['appVersion']}"])
 
     def test_notes_name_the_endpoint_the_pools_and_what_is_open(self):
         notes = self.notes("production")

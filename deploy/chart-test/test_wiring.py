@@ -10,6 +10,7 @@ import pathlib
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import unittest
@@ -20,6 +21,14 @@ from test_policy import allowed
 MODEL = chart.HERE.parent / "demo-model" / "checkpoint"
 PORTS = [2379, 2380, *range(7600, 7604), 7680, *range(9600, 9604)]
 UCX = (7700, 7763)
+# Host, port, path, and perhaps a certificate and its key.
+ASK = """import http.client, ssl, sys
+context = ssl._create_unverified_context()
+if len(sys.argv) > 4:
+    context.load_cert_chain(sys.argv[4], sys.argv[5])
+site = http.client.HTTPSConnection(sys.argv[1], int(sys.argv[2]), context=context, timeout=10)
+site.request("GET", sys.argv[3])
+print(site.getresponse().status)"""
 START_SECONDS, IMAGE_SECONDS, STOP_SECONDS = 120, 120, 60
 # Namespaces are the machine's, so their names carry this process.
 PREFIX = f"omni{os.getpid()}"
@@ -31,6 +40,22 @@ def run(*command, **options):
     if done.returncode != 0:
         raise AssertionError(f"{' '.join(map(str, command))}: {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout
+
+
+def issue(things, folder):
+    """What cert-manager does: a secret, as a folder of files, for each Certificate among the objects."""
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    authority, key = folder / "ca.crt", folder / "ca.key"
+    run("openssl", "req", "-x509", *curve, "-keyout", key, "-out", authority, "-days", "2", "-subj", "/CN=test")
+    for spec in (thing["spec"] for thing in things if thing["kind"] == "Certificate"):
+        secret = folder / spec["secretName"]
+        secret.mkdir()
+        names = [f"URI:{uri}" for uri in spec["uris"]] + [f"DNS:{name}" for name in spec.get("dnsNames", [])]
+        (secret / "ext").write_text(f"subjectAltName={','.join(names)}\nextendedKeyUsage=serverAuth,clientAuth\n")
+        run("openssl", "req", *curve, "-keyout", secret / "tls.key", "-out", secret / "csr", "-subj", "/CN=test")
+        run("openssl", "x509", "-req", "-in", secret / "csr", "-CA", authority, "-CAkey", key, "-CAcreateserial",
+            "-days", "2", "-extfile", secret / "ext", "-out", secret / "tls.crt")
+        (secret / "ca.crt").write_text(authority.read_text())
 
 
 class Pod:
@@ -60,6 +85,10 @@ class Pod:
             values["OMNI_MODEL"] = str(MODEL)  # instead of the volume
         if "ETCD_DATA_DIR" in values:
             values["ETCD_DATA_DIR"] = str(folder / f"{self.name}.etcd")
+        for volume in self.template["spec"].get("volumes", []):
+            if volume["name"] == "tls":
+                secret = str(folder / "secrets" / volume["secret"]["secretName"])
+                values = {key: value.replace("/etc/omni/tls", secret) for key, value in values.items()}
         return values
 
 
@@ -81,7 +110,20 @@ class Cluster:
                 services.update({f"{pod.name}.{base}": pod.ip for pod in behind})
         for name, component in (names or {}).items():
             services[name] = self.pod(component).ip
+        self.endpoint, self.proof = "http://127.0.0.1:7600", {}
+        self.secure = any(thing["kind"] == "Certificate" for thing in things)
+        if self.secure:
+            secrets = self.folder / "secrets"
+            secrets.mkdir()
+            issue(things, secrets)
+            admin = secrets / "demo-omni-admin-tls"
+            self.use_certificate("demo-omni-router.pictures.svc", admin / "ca.crt", admin / "tls.crt", admin / "tls.key")
         self.hosts = "".join(f"{ip} {name}\n" for name, ip in services.items())
+
+    def use_certificate(self, host, *files):
+        """omnictl reaches the router by this name, with these files: authority, certificate, key."""
+        self.endpoint = f"https://{host}:7600"
+        self.proof = {f"OMNI_TLS_{key}": str(file) for key, file in zip(("CA", "CERT", "KEY"), files, strict=True)}
 
     def build(self):
         """Namespaces, addresses, names and firewalls."""
@@ -141,17 +183,23 @@ class Cluster:
 
     def omnictl(self, component, *arguments, timeout=30):
         return subprocess.run(["ip", "netns", "exec", self.pod(component).namespace, binary("omnictl"), *arguments],
-                              capture_output=True, text=True, timeout=timeout, check=False)
+                              capture_output=True, text=True, timeout=timeout, check=False, env=os.environ | self.proof)
+
+    def status(self, component, port, path, secret=None):
+        """The HTTP status of a path of a pod's own admin port, over TLS without a look at its certificate, as a kubelet asks; with
+        a secret it shows that certificate."""
+        pod = self.pod(component)
+        files = [str(self.folder / "secrets" / secret / name) for name in ("tls.crt", "tls.key")] if secret else []
+        return int(run("ip", "netns", "exec", pod.namespace, sys.executable, "-c", ASK, pod.ip, port, path, *files))
 
     def wait(self):
         """Until every container is a ready member."""
-        endpoint = "http://127.0.0.1:7600"
         processes = [p for pod in self.pods for p in pod.processes]
         until = time.monotonic() + START_SECONDS
         while time.monotonic() < until:
             if any(process.poll() is not None for process in processes):
                 break
-            done = self.omnictl("router", "get", "members", "-o", "json", "--endpoint", endpoint)
+            done = self.omnictl("router", "get", "members", "-o", "json", "--endpoint", self.endpoint)
             if done.returncode == 0:
                 text = done.stdout
                 members = json.loads(text)
@@ -219,12 +267,26 @@ class Wiring(unittest.TestCase):
                 done = cluster.omnictl("test", *arguments, timeout=IMAGE_SECONDS)
                 self.assertEqual(done.returncode, 0, done.stderr + cluster.logs())
                 self.assertEqual(image.read_bytes()[:8], b"\x89PNG\r\n\x1a\n")
-                denied = cluster.omnictl("test", "version", "--endpoint", f"http://{cluster.pod('ar').ip}:7602")
+                denied = cluster.omnictl("test", "version", "--endpoint", f"{'https' if cluster.secure else 'http'}://{cluster.pod('ar').ip}:7602")
                 self.assertEqual(denied.returncode, 69, "the firewall lets the test pod reach a stage")
+                if cluster.secure:
+                    self.admin_ports_are_closed(cluster)
             finally:
                 codes = cluster.stop()
             self.assertEqual(set(codes), {0}, "exit codes")
             return members
+
+    def admin_ports_are_closed(self, cluster):
+        """Probes are for the kubelet, metrics for who has the monitor's certificate."""
+        for component, port, holder in [("router", 9600, "router"), ("ar", 9601, "ar"), ("ar", 9602, "ar"), ("dit", 9603, "dit")]:
+            for path, secret, status in [("/livez", None, 200), ("/readyz", None, 200), ("/metrics", None, 401),
+                                         ("/metrics", f"demo-omni-{holder}-tls", 403), ("/metrics", "demo-omni-monitor-tls", 200)]:
+                with self.subTest(component=component, port=port, path=path, secret=secret):
+                    self.assertEqual(cluster.status(component, port, path, secret), status)
+
+    def test_pods_with_certificates_make_an_image_and_their_admin_ports_ask_for_one(self):
+        tls = "tls.mode=certManager,tls.certManager.issuer.name=ca"
+        self.assertEqual(len(self.make_an_image("--set", tls)), 4)
 
     def test_the_default_pods_make_an_image(self):
         self.assertEqual(len(self.make_an_image()), 4)

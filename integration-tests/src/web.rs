@@ -9,7 +9,10 @@ use axum::{
 use hyper::{Response, body::Incoming};
 use hyper_util::rt::TokioIo;
 use serde_json::Value;
-use tokio::net::TcpStream;
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    net::TcpStream,
+};
 
 use crate::cluster::bounded;
 
@@ -64,26 +67,41 @@ impl Answer {
 ///
 /// # Panics
 /// When the server cannot be reached or does not answer.
-pub async fn open(site: &str, mut request: Request<Body>) -> Response<Incoming> {
-    let site: Uri = site.parse().unwrap();
-    let authority = site.authority().unwrap();
-    let host = authority.as_str().parse().unwrap();
-    request.headers_mut().entry(HOST).or_insert(host);
+pub async fn open(site: &str, request: Request<Body>) -> Response<Incoming> {
+    let address: Uri = site.parse().unwrap();
+    let authority = address.authority().unwrap();
     let stream = bounded(TcpStream::connect(authority.as_str()))
         .await
         .unwrap();
+    open_on(stream, site, request).await
+}
+
+async fn open_on<S>(stream: S, site: &str, mut request: Request<Body>) -> Response<Incoming>
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    let address: Uri = site.parse().unwrap();
+    let host = address.authority().unwrap().as_str().parse().unwrap();
+    request.headers_mut().entry(HOST).or_insert(host);
     let handshake = hyper::client::conn::http1::handshake(TokioIo::new(stream));
     let (mut sender, connection) = bounded(handshake).await.unwrap();
     base::task::Tracker::new().spawn(connection);
     bounded(sender.send_request(request)).await.unwrap()
 }
 
-/// Sends one request and reads its answer.
+/// As [`send`], on a connection that is open already.
 ///
 /// # Panics
-/// As [`open`]; when the answer breaks off.
-pub async fn send(site: &str, request: Request<Body>) -> Answer {
-    let (head, body) = open(site, request).await.into_parts();
+/// As [`send`].
+pub async fn send_on<S>(stream: S, site: &str, request: Request<Body>) -> Answer
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    read(open_on(stream, site, request).await).await
+}
+
+async fn read(answer: Response<Incoming>) -> Answer {
+    let (head, body) = answer.into_parts();
     let bytes = bounded(to_bytes(Body::new(body), MAX_ANSWER))
         .await
         .unwrap();
@@ -92,6 +110,14 @@ pub async fn send(site: &str, request: Request<Body>) -> Answer {
         headers: head.headers,
         text: String::from_utf8(bytes.into()).unwrap(),
     }
+}
+
+/// Sends one request and reads its answer.
+///
+/// # Panics
+/// As [`open`]; when the answer breaks off.
+pub async fn send(site: &str, request: Request<Body>) -> Answer {
+    read(open(site, request).await).await
 }
 
 /// A POST of a body of some media type.

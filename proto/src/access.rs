@@ -33,17 +33,20 @@ pub enum Role {
     Admin,
     /// Whoever asks for images.
     Client,
+    /// Whoever looks at metrics and at the status page, and changes nothing.
+    Monitor,
 }
 
 impl Role {
     /// Every role.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::Router,
         Self::ArStage,
         Self::KvTransfer,
         Self::DitWorker,
         Self::Admin,
         Self::Client,
+        Self::Monitor,
     ];
 
     /// As certificates have it.
@@ -55,6 +58,7 @@ impl Role {
             Self::DitWorker => "dit-worker",
             Self::Admin => "admin",
             Self::Client => "client",
+            Self::Monitor => "monitor",
         }
     }
 }
@@ -104,7 +108,13 @@ impl Peer {
         found.map(|(_, name)| name.as_str())
     }
 
-    fn roles(&self) -> String {
+    /// The certificate names no role, or there is none.
+    pub fn is_nobody(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Every role that the certificate names, for messages.
+    pub fn roles(&self) -> String {
         let names: Vec<_> = self.0.iter().map(|(role, _)| role.name()).collect();
         names.join(", ")
     }
@@ -208,7 +218,7 @@ pub fn check(peer: &Peer, path: &str) -> Result<(), Failure> {
     if allowed.iter().any(|role| peer.is(*role)) {
         return Ok(());
     }
-    if peer.0.is_empty() {
+    if peer.is_nobody() {
         let message = format!("{service}/{method} needs a certificate that names a role");
         return Err(Failure::new(Code::Unauthenticated, message));
     }
@@ -292,6 +302,7 @@ mod tests {
             (Role::DitWorker, "omni.v1.KvTransferService/Pull", true),
             (Role::DitWorker, "omni.v1.KvTransferService/Reserve", false),
             (Role::Client, "omni.v1.KvTransferService/Pull", false),
+            (Role::Monitor, "omni.v1.AdminService/ListMembers", false),
             (Role::ArStage, "omni.v1.KvTransferService/Evict", false),
             (Role::KvTransfer, "omni.v1.RegistryService/Register", true),
             (

@@ -12,6 +12,7 @@ pub mod size;
 pub mod status;
 pub mod strict;
 pub mod tls;
+pub mod web;
 
 /// Messages and services of package `omni.v1`.
 #[allow(

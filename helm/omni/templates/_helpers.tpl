@@ -127,7 +127,38 @@ tls: "on"
 tls_cert: /etc/omni/tls/tls.crt
 tls_key: /etc/omni/tls/tls.key
 tls_ca: /etc/omni/tls/ca.crt
+admin_tls: {{ .root.Values.tls.adminPorts | quote }}
 {{- end }}
+{{- end -}}
+
+{{/* Scheme of the admin ports: http or https. Argument: root. */}}
+{{- define "omni.adminScheme" -}}
+{{ ternary "http" "https" (or (eq .Values.tls.mode "none") (eq .Values.tls.adminPorts "off")) }}
+{{- end -}}
+
+{{/* Where a probe asks. The kubelet checks no certificate and shows none. Argument: root, path, port. */}}
+{{- define "omni.probe" -}}
+httpGet: {path: {{ .path }}, port: {{ .port }}{{ if eq (include "omni.adminScheme" .root) "https" }}, scheme: HTTPS{{ end }}}
+{{- end -}}
+
+{{/* What Prometheus needs to scrape an admin port, in its list of endpoints. Argument: root, port, host (in the certificate). */}}
+{{- define "omni.scrapeEndpoint" -}}
+- port: {{ .port }}
+  path: /metrics
+  interval: {{ .root.Values.monitoring.interval }}
+  {{- if eq (include "omni.adminScheme" .root) "https" }}
+  {{- $t := .root.Values.tls }}
+  {{- $secret := ternary $t.existingSecret (printf "%s-monitor-tls" (include "omni.fullname" .root)) (eq $t.mode "existingSecret") }}
+  scheme: https
+  tlsConfig:
+    ca: {secret: {name: {{ $secret }}, key: ca.crt}}
+    {{- if eq $t.adminPorts "mutual" }}
+    cert: {secret: {name: {{ $secret }}, key: tls.crt}}
+    keySecret: {name: {{ $secret }}, key: tls.key}
+    {{- end }}
+    # Prometheus connects to addresses, and certificates hold names.
+    serverName: {{ .host }}
+  {{- end }}
 {{- end -}}
 
 {{/* Where the members of a pool find the registry. */}}
@@ -213,7 +244,7 @@ dit: {grpc: 7603, admin: 9603}
 
 {{/* Name of the binary's role. */}}
 {{- define "omni.role" -}}
-{{ index (dict "router" "router" "kv" "kv-transfer" "ar" "ar-stage" "dit" "dit-worker" "admin" "admin") . }}
+{{ index (dict "router" "router" "kv" "kv-transfer" "ar" "ar-stage" "dit" "dit-worker" "admin" "admin" "monitor" "monitor") . }}
 {{- end -}}
 
 {{/*
@@ -224,15 +255,15 @@ Argument: root, preStopSeconds.
 {{ add .preStopSeconds .root.Values.requests.longestSeconds .root.Values.requests.marginSeconds }}
 {{- end -}}
 
-{{/* Liveness never asks about anything outside the process. Argument: port name. */}}
+{{/* Liveness never asks about anything outside the process. Argument: root, port (its name). */}}
 {{- define "omni.probes" -}}
 readinessProbe:
-  httpGet: {path: /readyz, port: {{ . }}}
+  {{ include "omni.probe" (dict "root" .root "path" "/readyz" "port" .port) }}
   periodSeconds: 5
   timeoutSeconds: 2
   failureThreshold: 2
 livenessProbe:
-  httpGet: {path: /livez, port: {{ . }}}
+  {{ include "omni.probe" (dict "root" .root "path" "/livez" "port" .port) }}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6

@@ -55,10 +55,10 @@ env:
   {{- with .spec.extraEnv }}{{ toYaml . | nindent 2 }}{{ end }}
 startupProbe:
   # Not /startupz: that waits for the registry, and a pod is not restarted because something else is missing.
-  httpGet: {path: /livez, port: {{ .portPrefix }}admin}
+  {{ include "omni.probe" (dict "root" $root "path" "/livez" "port" (printf "%sadmin" .portPrefix)) }}
   periodSeconds: 2
   failureThreshold: 30
-{{ include "omni.probes" (printf "%sadmin" .portPrefix) }}
+{{ include "omni.probes" (dict "root" $root "port" (printf "%sadmin" .portPrefix)) }}
 {{- end -}}
 
 {{/* Argument: root, pool (merged with poolDefaults). */}}
@@ -108,11 +108,11 @@ env:
 resources: {{- include "omni.resources" . | nindent 2 }}
 startupProbe:
   # Ready for the first time: weights are read and the registry knows this member.
-  httpGet: {path: /startupz, port: admin}
+  {{ include "omni.probe" (dict "root" $root "path" "/startupz" "port" "admin") }}
   periodSeconds: 10
   timeoutSeconds: 2
   failureThreshold: {{ div (add $root.Values.model.loadSeconds 9) 10 }}
-{{ include "omni.probes" "admin" }}
+{{ include "omni.probes" (dict "root" $root "port" "admin") }}
 lifecycle:
   preStop:
     sleep: {seconds: {{ $pool.preStopSeconds }}}

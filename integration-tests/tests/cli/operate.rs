@@ -158,6 +158,54 @@ async fn a_drain_that_is_waited_for_ends_with_its_timeout_and_says_what_is_left(
 }
 
 #[tokio::test]
+async fn a_context_with_certificates_has_all_of_them_and_an_address_that_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("omnictl.toml");
+    let set = |url: &str, more: &[&str]| {
+        let mut command = omnictl(&["config", "set-context", "x", "--url"]);
+        command
+            .arg(url)
+            .args(more)
+            .env("OMNICTL_CONFIG", &file)
+            .current_dir(dir.path());
+        finish(command)
+    };
+    let secure = "https://127.0.0.1:1";
+    let files = ["--tls-ca", "a", "--tls-cert", "c", "--tls-key", "k"];
+    for (url, more, said) in [
+        (
+            secure,
+            &files[..0],
+            "url must be http://HOST:PORT, as TLS is off",
+        ),
+        (secure, &files[2..], "tls_cert needs tls_ca"),
+        (secure, &files[..4], "go together"),
+        (
+            "http://127.0.0.1:1",
+            &files[..],
+            "url must be https://HOST:PORT, as TLS is on",
+        ),
+    ] {
+        let refused = set(url, more).await;
+        assert_eq!(refused.code, Some(64));
+        assert!(refused.stderr.contains(said), "{}", refused.stderr);
+    }
+    assert_eq!(set(secure, &files).await.code, Some(0));
+    // The same files from wherever it is used, and their names alone are kept.
+    let text = fs::read_to_string(&file).unwrap();
+    let whole = dir.path().canonicalize().unwrap().join("k");
+    assert!(
+        text.contains(&format!("tls_key = \"{}\"", whole.display())),
+        "{text}"
+    );
+    let mut used = omnictl(&["get", "pools"]);
+    used.env("OMNICTL_CONFIG", &file);
+    let end = finish(used).await;
+    assert_eq!(end.code, Some(64));
+    assert!(end.stderr.contains("tls_ca"), "{}", end.stderr);
+}
+
+#[tokio::test]
 async fn contexts_name_clusters_and_flags_and_the_environment_beat_them() {
     let (fake, dir) = (Fake::start().await, tempfile::tempdir().unwrap());
     let file = dir.path().join("deep/omnictl.toml");

@@ -2,6 +2,7 @@
 //! are replaced while it works.
 #![allow(clippy::unwrap_used)]
 
+mod admin;
 mod keys;
 mod pki;
 mod roles;

@@ -18,7 +18,7 @@ use tokio_rustls::{
     rustls::{
         ClientConfig, RootCertStore,
         crypto::ring::default_provider,
-        pki_types::{CertificateDer, ServerName, pem::PemObject as _},
+        pki_types::{CertificateDer, PrivateKeyDer, ServerName, pem::PemObject as _},
     },
 };
 use tonic::transport::Channel;
@@ -112,14 +112,27 @@ impl Pki {
 
     /// A connection that trusts this authority and shows no certificate.
     pub(crate) async fn connect(&self, site: &str) -> TlsStream<TcpStream> {
+        self.connect_as(None, site).await
+    }
+
+    /// Likewise, with the certificate of a role.
+    pub(crate) async fn connect_as(&self, role: Option<Role>, site: &str) -> TlsStream<TcpStream> {
         let mut roots = RootCertStore::empty();
         let ca = CertificateDer::from_pem_file(self.path("ca.pem")).unwrap();
         roots.add(ca).unwrap();
         let config = ClientConfig::builder_with_provider(Arc::new(default_provider()))
             .with_safe_default_protocol_versions()
             .unwrap()
-            .with_root_certificates(roots)
-            .with_no_client_auth();
+            .with_root_certificates(roots);
+        let config = match role {
+            None => config.with_no_client_auth(),
+            Some(role) => {
+                let file = |kind: &str| self.path(&format!("{}.{kind}", role.name()));
+                let chain = vec![CertificateDer::from_pem_file(file("pem")).unwrap()];
+                let key = PrivateKeyDer::from_pem_file(file("key")).unwrap();
+                config.with_client_auth_cert(chain, key).unwrap()
+            }
+        };
         let address = site.trim_start_matches("https://");
         let stream = bounded(TcpStream::connect(address)).await.unwrap();
         let name = ServerName::try_from("127.0.0.1").unwrap();

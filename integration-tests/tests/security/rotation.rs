@@ -38,7 +38,12 @@ async fn certificates_are_replaced_under_load_without_a_failed_request() {
     let pki = Arc::new(Pki::new());
     let up = Up::start_with("shm", &["--tls-dir", pki.dir().to_str().unwrap()]);
     let endpoint = up.endpoint().to_owned();
-    let (before, web) = (shown(&pki, &endpoint).await, shown(&pki, up.http()).await);
+    let admin = up.admin("dit-worker");
+    let sites = [endpoint.as_str(), up.http(), &admin];
+    let mut before = Vec::new();
+    for site in sites {
+        before.push(shown(&pki, site).await);
+    }
 
     let stop = Arc::new(AtomicBool::new(false));
     let done = Arc::new(AtomicUsize::new(0));
@@ -75,13 +80,15 @@ async fn certificates_are_replaced_under_load_without_a_failed_request() {
         .await
         .unwrap();
     let start = clock::now();
-    while shown(&pki, &endpoint).await == before || shown(&pki, up.http()).await == web {
-        assert!(
-            start.elapsed() < USED,
-            "the new files are not used:\n{}",
-            up.log()
-        );
-        tokio::time::sleep(Duration::from_millis(100)).await;
+    for (site, before) in sites.iter().zip(before) {
+        while shown(&pki, site).await == before {
+            assert!(
+                start.elapsed() < USED,
+                "{site} does not use the new files:\n{}",
+                up.log()
+            );
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
     }
     bounded(finished(done.load(Ordering::Acquire) + 2 * CLIENTS)).await;
     stop.store(true, Ordering::Release);

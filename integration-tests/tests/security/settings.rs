@@ -89,6 +89,22 @@ fn bad_security_settings_end_the_process_with_64_and_one_sentence_before_a_port_
 }
 
 #[test]
+fn an_admin_port_that_others_reach_needs_certificates_or_a_word() {
+    for (arguments, said) in [
+        (
+            ["--admin-listen", "0.0.0.0:0"],
+            "admin_listen \"0.0.0.0:0\" is not on this machine alone",
+        ),
+        (
+            ["--admin-tls", "mutual"],
+            "admin_tls is mutual, which needs tls_cert, tls_key and tls_ca",
+        ),
+    ] {
+        refused(&arguments, said);
+    }
+}
+
+#[test]
 fn a_flag_beats_a_variable_beats_the_file_beats_the_default_and_each_says_so() {
     let dir = tempfile::tempdir().unwrap();
     let config = dir.path().join("omni.toml");

@@ -110,6 +110,7 @@ pub async fn run(
     metrics: Metrics,
     shutdown: Shutdown,
 ) -> Result<(), StageError> {
+    kv_transfer::measure(&metrics);
     let client = KvClient::new(config.client.clone()).map_err(|error| StageError::of(&error))?;
     let stage = ArStage::new(config, client, metrics.clone())?;
     host::run(Arc::new(stage), host, metrics, shutdown).await

@@ -134,6 +134,7 @@ pub async fn run(
     metrics: Metrics,
     shutdown: Shutdown,
 ) -> Result<(), StageError> {
+    kv_transfer::measure(&metrics);
     let client = KvClient::new(config.client.clone()).map_err(|error| StageError::of(&error))?;
     let worker = DitWorker::new(config, client, metrics.clone())?;
     host::run(Arc::new(worker), host, metrics, shutdown).await

@@ -9,6 +9,7 @@ mod error;
 pub mod fuzzing;
 pub mod limits;
 mod local;
+mod measure;
 pub mod service;
 pub mod wire;
 
@@ -19,4 +20,5 @@ pub use client::{
 pub use error::TransferError;
 pub use fabric::{Access, PoolMemory, UcxError};
 pub use local::Mapped;
+pub use measure::measure;
 pub use service::{Host, Service, ServiceConfig};

@@ -2,12 +2,13 @@
 use std::{net::IpAddr, path::PathBuf, sync::Arc};
 
 use proto::tls::{Tls, TlsFiles};
+use telemetry::AdminTls;
 
 use crate::{error::OmniError, settings::Settings};
 
 const FILES: [&str; 3] = ["tls_cert", "tls_key", "tls_ca"];
 /// Settings that are addresses, of this process or of others.
-const SOCKETS: [&str; 2] = ["listen", "http_listen"];
+const SOCKETS: [&str; 3] = ["listen", "http_listen", "admin_listen"];
 const URLS: [&str; 2] = ["registry", "kv_transfer"];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,6 +48,24 @@ pub(crate) fn check_clear(settings: &Settings) -> Result<(), OmniError> {
         }
     }
     Ok(())
+}
+
+/// How the admin port speaks. What needs certificates is refused without them.
+pub(crate) fn admin_tls(settings: &Settings) -> Result<AdminTls, OmniError> {
+    let words = [
+        ("auto", None),
+        ("off", Some(AdminTls::Off)),
+        ("on", Some(AdminTls::On)),
+        ("mutual", Some(AdminTls::Mutual)),
+    ];
+    let said = settings.one_of("admin_tls", &words)?;
+    if matches!(said, Some(AdminTls::On | AdminTls::Mutual)) && files(settings)?.is_none() {
+        return Err(OmniError::Config(format!(
+            "admin_tls is {}, which needs tls_cert, tls_key and tls_ca",
+            settings.text("admin_tls")?
+        )));
+    }
+    Ok(said.unwrap_or_default())
 }
 
 /// An address on the loopback interface, or none of a process of ours.
@@ -128,13 +147,32 @@ mod tests {
             assert!(error.to_string().contains("tls = off"), "{error}");
             assert_eq!(error.exit_code(), 64);
         }
-        let http = settings(Role::Router, &["--http-listen", "0.0.0.0:80"]);
-        assert!(
-            identity(&http)
-                .unwrap_err()
-                .to_string()
-                .starts_with("http_listen")
-        );
+        for (flag, key) in [
+            ("--http-listen", "http_listen"),
+            ("--admin-listen", "admin_listen"),
+        ] {
+            let error = identity(&settings(Role::Router, &[flag, "0.0.0.0:80"])).unwrap_err();
+            assert!(error.to_string().starts_with(key), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_admin_port_is_told_apart_and_asks_for_no_certificate_it_cannot_check() {
+        let of = |arguments: &[&str]| admin_tls(&settings(Role::ArStage, arguments));
+        let tls = ["--tls-cert", "c", "--tls-key", "k", "--tls-ca", "a"];
+        let with = |word| of(&[&tls[..], &["--admin-tls", word]].concat()).unwrap();
+        assert_eq!(of(&[]).unwrap(), AdminTls::On);
+        assert_eq!(of(&["--admin-tls", "off"]).unwrap(), AdminTls::Off);
+        assert_eq!(with("off"), AdminTls::Off);
+        assert_eq!(with("mutual"), AdminTls::Mutual);
+        for word in ["on", "mutual"] {
+            let error = of(&["--admin-tls", word]).unwrap_err();
+            let said = format!("admin_tls is {word}, which needs tls_cert");
+            assert!(error.to_string().starts_with(&said), "{error}");
+            assert_eq!(error.exit_code(), 64);
+        }
+        let error = of(&["--admin-tls", "yes"]).unwrap_err().to_string();
+        assert!(error.contains("auto, off, on, mutual"), "{error}");
     }
 
     #[test]

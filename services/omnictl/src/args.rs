@@ -15,7 +15,7 @@ use crate::{
     get::{DescribeArgs, GetArgs},
     kv::Kv,
     plan::PlanArgs,
-    secure::Secure,
+    secure::Proof,
     top::TopArgs,
 };
 
@@ -36,7 +36,7 @@ pub(crate) struct Cli {
     #[command(flatten)]
     pub(crate) cluster: ClusterArgs,
     #[command(flatten)]
-    pub(crate) secure: Secure,
+    pub(crate) proof: Proof,
     #[command(subcommand)]
     pub(crate) command: Command,
 }

@@ -15,6 +15,7 @@ use serde_json::json;
 use crate::{
     error::CliError,
     resource::{Format, Kind, Listing, column},
+    secure::Proof,
     text::Console,
 };
 
@@ -52,7 +53,8 @@ pub(crate) enum ConfigCommand {
         /// Its name.
         name: String,
     },
-    /// Add a context, or change it.
+    /// Add a context, or change it. The files of --tls-ca, --tls-cert, --tls-key and --api-key-file go with it: commands that are
+    /// for this context use them unless they are told otherwise.
     SetContext {
         /// Its name.
         name: String,
@@ -82,8 +84,28 @@ struct Book {
 /// One cluster.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Cluster {
-    endpoint: String,
+pub(crate) struct Cluster {
+    /// Address of its router.
+    pub(crate) endpoint: String,
+    /// How to prove who one is there.
+    #[serde(default, skip_serializing_if = "Proof::is_empty")]
+    pub(crate) proof: Proof,
+}
+
+impl Cluster {
+    /// Only an address.
+    fn at(endpoint: &str) -> Self {
+        Self {
+            endpoint: endpoint.to_owned(),
+            proof: Proof::default(),
+        }
+    }
+
+    /// The address must be one of a server that speaks as the files say.
+    fn check(&self) -> Result<(), Failure> {
+        self.proof.check()?;
+        proto::channel::of_kind(&self.endpoint, "url", self.proof.tls_ca.is_some()).map(drop)
+    }
 }
 
 static CONTEXTS: Kind = Kind {
@@ -94,6 +116,9 @@ static CONTEXTS: Kind = Kind {
         column("CURRENT", "current").shown(|mark| mark.as_str().unwrap_or_default().to_owned()),
         column("NAME", "name"),
         column("ENDPOINT", "endpoint"),
+        column("CA", "tls_ca").wide(),
+        column("CERTIFICATE", "tls_cert").wide(),
+        column("KEY-FILE", "api_key_file").wide(),
     ],
 };
 
@@ -113,20 +138,20 @@ fn path() -> Option<PathBuf> {
 }
 
 impl ClusterArgs {
-    /// Address of the router that a command is for.
-    pub(crate) fn resolve(&self) -> Result<String, CliError> {
+    /// The cluster that a command is for. One that is named by its address alone brings no files.
+    pub(crate) fn resolve(&self) -> Result<Cluster, CliError> {
         if let Some(endpoint) = &self.endpoint {
-            return Ok(endpoint.clone());
+            return Ok(Cluster::at(endpoint));
         }
         if self.context.is_none()
             && let Some(endpoint) = variable(ENDPOINT_VARIABLE)
         {
-            return Ok(endpoint);
+            return Ok(Cluster::at(&endpoint));
         }
         let book = path().map_or_else(|| Ok(Book::default()), |path| Book::read(&path))?;
         match self.context.as_ref().or(book.current.as_ref()) {
-            Some(name) => Ok(book.find(name)?.endpoint.clone()),
-            None => Ok(DEFAULT_ENDPOINT.to_owned()),
+            Some(name) => Ok(book.find(name)?.clone()),
+            None => Ok(Cluster::at(DEFAULT_ENDPOINT)),
         }
     }
 }
@@ -183,6 +208,8 @@ impl Book {
             let current = self.current.as_ref() == Some(name);
             json!({
                 "current": if current { "*" } else { "" }, "name": name, "endpoint": cluster.endpoint,
+                "tls_ca": cluster.proof.tls_ca, "tls_cert": cluster.proof.tls_cert,
+                "api_key_file": cluster.proof.api_key_file,
             })
         };
         Listing {
@@ -194,7 +221,7 @@ impl Book {
 }
 
 /// `omnictl config`.
-pub(crate) fn run(command: ConfigCommand, console: &Console) -> Result<(), CliError> {
+pub(crate) fn run(command: ConfigCommand, proof: Proof, console: &Console) -> Result<(), CliError> {
     let Some(path) = path() else {
         let message = format!("there is no home directory: set {FILE_VARIABLE}");
         return Err(Failure::invalid("config", message).into());
@@ -213,11 +240,14 @@ pub(crate) fn run(command: ConfigCommand, console: &Console) -> Result<(), CliEr
             console.talk(&format!("commands are for {name} from now on"))
         }
         ConfigCommand::SetContext { name, url } => {
-            proto::channel::endpoint(&url, "url")?;
+            let cluster = Cluster {
+                endpoint: url,
+                proof: proof.absolute()?,
+            };
+            cluster.check()?;
             // The first one is the one that is meant.
             book.current.get_or_insert_with(|| name.clone());
-            book.contexts
-                .insert(name.clone(), Cluster { endpoint: url });
+            book.contexts.insert(name.clone(), cluster);
             book.write(&path)?;
             console.talk(&format!("context {name} is set"))
         }
@@ -248,13 +278,26 @@ mod tests {
             current: Some("a".to_owned()),
             ..Book::default()
         };
-        let cluster = Cluster {
-            endpoint: "http://h:1".to_owned(),
+        book.contexts
+            .insert("a".to_owned(), Cluster::at("http://h:1"));
+        let proof = Proof {
+            tls_ca: Some("/ca.pem".into()),
+            ..Proof::default()
         };
-        book.contexts.insert("a".to_owned(), cluster);
+        let endpoint = "https://h:1".to_owned();
+        book.contexts
+            .insert("b".to_owned(), Cluster { endpoint, proof });
         let text = toml::to_string(&book).unwrap();
         assert_eq!(toml::from_str::<Book>(&text).unwrap(), book);
         assert!(toml::from_str::<Book>("colour = \"red\"").is_err());
-        assert!(book.find("b").unwrap_err().message.contains("there is a"));
+        let unknown =
+            "[contexts.a]\nendpoint = \"http://h:1\"\n[contexts.a.proof]\ntls_cat = \"x\"";
+        assert!(toml::from_str::<Book>(unknown).is_err());
+        assert!(
+            book.find("c")
+                .unwrap_err()
+                .message
+                .contains("there is a, b")
+        );
     }
 }

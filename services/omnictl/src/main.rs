@@ -30,6 +30,7 @@ use clap::{CommandFactory as _, Parser as _};
 
 use args::{Cli, Command};
 use error::CliError;
+use secure::Proof;
 use text::Console;
 
 fn main() -> ExitCode {
@@ -65,11 +66,14 @@ fn run(cli: Cli, console: &Console) -> Result<(), CliError> {
         Command::Plan(args) => return plan::run(&args, console),
         Command::Simulate(passed) => return Err(delegate::run("simulate", &passed.arguments)),
         Command::Bench(passed) => return Err(delegate::run("bench", &passed.arguments)),
-        Command::Config(command) => return context::run(command, console),
+        Command::Config(command) => return context::run(command, cli.proof, console),
         command => command,
     };
-    cli.secure.install()?;
-    let endpoint = cli.cluster.resolve();
+    let (endpoint, known) = match cli.cluster.resolve() {
+        Ok(cluster) => (Ok(cluster.endpoint), cluster.proof),
+        Err(error) => (Err(error), Proof::default()),
+    };
+    cli.proof.over(known).install()?;
     tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()

@@ -33,7 +33,7 @@ pub use schedule::{batching, cost};
 pub use crate::{
     error::RouterError,
     fetch::{FetchConfig, HostList, HostListError},
-    front::{HttpBounds, StatusPage, openapi},
+    front::{StatusPage, openapi},
     keys::{ApiKeys, KeysError, new_key},
     prefix::PREFIX_TTL,
     server::{Bound, RouterConfig, run},

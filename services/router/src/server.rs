@@ -7,12 +7,16 @@ use base::{
     rng::Source,
     task::{self, Tracker},
 };
-use proto::{names, server::Health};
+use proto::{
+    names,
+    server::Health,
+    web::{HttpBounds, Site},
+};
 use registry::{
     Backend, Embedded, JoinOptions, Member, MemberState, Membership, Registry, Role, Snapshot,
     Snapshots,
 };
-use telemetry::{Metrics, Readiness, names as metric};
+use telemetry::{AdminPort, AdminTls, Metrics, Readiness, names as metric};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tonic::service::RoutesBuilder;
@@ -23,7 +27,7 @@ use crate::{
     audience::Audiences,
     events::{self, Events},
     fetch::{FetchConfig, Fetcher},
-    front::{self, Context, HttpBounds, StatusPage},
+    front::{self, Context, StatusPage},
     gate::Gate,
     jobs::Jobs,
     keys::ApiKeys,
@@ -58,6 +62,8 @@ pub struct RouterConfig {
     pub advertise: Option<String>,
     /// Address of probes and metrics; `None`: no such port.
     pub admin_listen: Option<String>,
+    /// How the admin port speaks.
+    pub admin_tls: AdminTls,
     /// What the admin port shows besides probes and metrics.
     pub status_page: StatusPage,
     /// Where members are registered.
@@ -88,6 +94,7 @@ impl Default for RouterConfig {
             http_bounds: HttpBounds::default(),
             advertise: None,
             admin_listen: None,
+            admin_tls: AdminTls::default(),
             status_page: StatusPage::default(),
             registry: Backend::Embedded,
             api_keys: None,
@@ -116,7 +123,7 @@ pub async fn run(config: RouterConfig, shutdown: Shutdown) -> Result<(), RouterE
 pub struct Bound {
     config: RouterConfig,
     listener: TcpListener,
-    admin_listener: Option<TcpListener>,
+    admin: Option<AdminPort>,
     http_listener: Option<TcpListener>,
     address: SocketAddr,
     metrics: Metrics,
@@ -139,8 +146,11 @@ impl Bound {
         let recorder = recorder.transpose()?;
         let listener = proto::server::bind(&config.listen, "listen").await?;
         let address = listener.local_addr().map_err(|error| io(&error))?;
-        let admin_listener = match &config.admin_listen {
-            Some(address) => Some(proto::server::bind(address, "admin_listen").await?),
+        let admin = match &config.admin_listen {
+            Some(address) => Some(AdminPort {
+                listener: proto::server::bind(address, "admin_listen").await?,
+                tls: config.admin_tls,
+            }),
             None => None,
         };
         let http_listener = match &config.http_listen {
@@ -151,7 +161,7 @@ impl Bound {
         Ok(Self {
             config,
             listener,
-            admin_listener,
+            admin,
             http_listener,
             address,
             metrics,
@@ -166,10 +176,8 @@ impl Bound {
     }
 
     /// Where probes and metrics are, if anywhere.
-    pub fn admin_address(&self) -> Option<SocketAddr> {
-        self.admin_listener
-            .as_ref()
-            .and_then(|listener| listener.local_addr().ok())
+    pub fn admin_url(&self) -> Option<String> {
+        self.admin.as_ref().and_then(|port| port.url().ok())
     }
 
     /// Where the HTTP API answers, if anywhere.
@@ -198,14 +206,14 @@ impl Bound {
         let (routes, health) = routes(&self, &context, served, stop.clone()).await?;
 
         let (readiness, metrics) = (Readiness::default(), self.metrics);
-        let probes = self.admin_listener.map(|listener| {
+        let probes = self.admin.map(|port| {
             let admin = telemetry::Admin {
                 metrics: metrics.clone(),
                 readiness: readiness.clone(),
             };
             let version = self.config.build.version.clone();
             let page = front::status_routes(context.clone(), version, self.config.status_page);
-            task::spawn(admin.serve_with(listener, page, stop.clone().cancelled_owned()))
+            task::spawn(admin.serve_with(port, page, stop.clone()))
         });
         let bounds = self.config.http_bounds;
         let http = self
@@ -285,14 +293,13 @@ fn serve_http(
     bounds: HttpBounds,
     stop: CancellationToken,
 ) -> task::Owned<()> {
-    let routes = front::http_routes(context.clone(), &bounds);
-    task::spawn(front::serve_http(
-        listener,
-        routes,
+    let site = Site {
+        routes: front::http_routes(context.clone(), &bounds),
+        tls: proto::tls::installed(),
         bounds,
-        stop,
-        CLOSE_GRACE,
-    ))
+        grace: CLOSE_GRACE,
+    };
+    task::spawn(proto::web::serve(listener, site, stop))
 }
 
 async fn routes(

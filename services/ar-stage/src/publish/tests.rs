@@ -34,7 +34,7 @@ pub(crate) async fn node_of(pool_bytes: u64, cache_bytes: u64) -> (String, task:
     let endpoint = format!("http://{}", listener.local_addr().unwrap());
     let host = Host {
         listener,
-        admin_listener: None,
+        admin: None,
         advertise: endpoint.clone(),
         pool: "default".into(),
         registry: None,

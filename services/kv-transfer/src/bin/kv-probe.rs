@@ -184,7 +184,7 @@ async fn serve(args: Serve) -> Result<(), TransferError> {
     })?;
     let host = Host {
         listener,
-        admin_listener: None,
+        admin: None,
         advertise: format!("http://{address}"),
         pool: "probe".into(),
         registry: None,

@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use base::{Failure, MemberId, Shutdown, task};
 use registry::{Backend, JoinOptions, Member, MemberState, Membership, Role};
-use telemetry::{Admin, Metrics, Readiness};
+use telemetry::{Admin, AdminPort, Metrics, Readiness};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
@@ -17,8 +17,8 @@ const CLOSE_GRACE: Duration = Duration::from_secs(3);
 pub struct Host {
     /// Bound gRPC listener.
     pub listener: TcpListener,
-    /// Bound listener of /livez, /readyz and /metrics, if those are wanted.
-    pub admin_listener: Option<TcpListener>,
+    /// Bound port of /livez, /readyz and /metrics, if those are wanted.
+    pub admin: Option<AdminPort>,
     /// Address that others use to reach `listener`, `http://HOST:PORT`.
     pub advertise: String,
     /// Pool this process belongs to.
@@ -41,12 +41,13 @@ pub async fn run(
 ) -> Result<(), TransferError> {
     let Host {
         listener,
-        admin_listener,
+        admin: port,
         advertise,
         pool,
         registry,
         metrics,
     } = host;
+    crate::measure(&metrics);
     let service = start(config, advertise.clone(), metrics.clone()).await?;
     let (mut routes, health) = proto::server::routes(&[proto::names::KV_TRANSFER]).await?;
     service.mount(&mut routes);
@@ -56,7 +57,7 @@ pub async fn run(
         metrics,
         readiness: readiness.clone(),
     };
-    let _admin = admin_listener.map(|listener| serve_admin(admin, listener, stop.clone()));
+    let _admin = port.map(|port| task::spawn(admin.serve(port, stop.clone())));
     let cancelled = stop.clone().cancelled_owned();
     let mut server = task::spawn(proto::server::serve(listener, routes, cancelled));
     let _reaper = task::spawn(reap(service.clone()));
@@ -162,14 +163,6 @@ async fn reap(service: Service) {
         ticks.tick().await;
         service.reap();
     }
-}
-
-fn serve_admin(admin: Admin, listener: TcpListener, stop: CancellationToken) -> task::Owned<()> {
-    task::spawn(async move {
-        if let Err(error) = admin.serve(listener, stop.cancelled_owned()).await {
-            tracing::error!(%error, "the admin server broke");
-        }
-    })
 }
 
 fn server_error<E>(ended: Result<Result<(), Failure>, E>) -> TransferError {

@@ -119,7 +119,7 @@ impl Bench {
         let endpoint = format!("http://{address}");
         let host = Host {
             listener,
-            admin_listener: None,
+            admin: None,
             advertise: endpoint.clone(),
             pool: "bench".to_owned(),
             registry: None,

@@ -15,7 +15,7 @@ use dit_worker::{DitWorkerConfig, StepLimits};
 use kv_transfer::{ClientConfig, Host, ServiceConfig};
 use proto::tls::Tls;
 use stage::HostConfig;
-use telemetry::{Metrics, TraceConfig};
+use telemetry::{AdminPort, Metrics, TraceConfig};
 use tokio::net::TcpListener;
 
 use self::{
@@ -81,14 +81,11 @@ pub(crate) async fn run(
             let bound = ::router::Bound::bind(config)
                 .await
                 .map_err(|e| OmniError::of(&e))?;
-            let admin = bound
-                .admin_address()
-                .map(|address| format!("http://{address}"));
             let scheme = proto::tls::scheme();
             let announcement = Announcement {
                 role: role.name().to_owned(),
                 endpoint: format!("{scheme}://{}", bound.address()),
-                admin: admin.unwrap_or_default(),
+                admin: bound.admin_url().unwrap_or_default(),
                 http: bound
                     .http_address()
                     .map(|address| format!("{scheme}://{address}")),
@@ -97,10 +94,10 @@ pub(crate) async fn run(
             bound.serve(shutdown).await.map_err(|e| OmniError::of(&e))
         }
         Plan::KvTransfer(place, config) => {
-            let (listener, admin_listener, advertise) = open(role, &place).await?;
+            let (listener, admin, advertise) = open(role, &place).await?;
             let host = Host {
                 listener,
-                admin_listener: Some(admin_listener),
+                admin: Some(admin),
                 advertise,
                 pool: place.pool,
                 registry: Some(place.registry),
@@ -193,10 +190,10 @@ fn plan(role: Role, settings: &Settings, file: Option<&Path>) -> Result<Plan, Om
 }
 
 async fn host(role: Role, place: Place, build: &BuildInfo) -> Result<HostConfig, OmniError> {
-    let (listener, admin_listener, advertise) = open(role, &place).await?;
+    let (listener, admin, advertise) = open(role, &place).await?;
     Ok(HostConfig {
         listener,
-        admin_listener,
+        admin,
         advertise,
         pool: place.pool,
         registry: place.registry,
@@ -206,21 +203,22 @@ async fn host(role: Role, place: Place, build: &BuildInfo) -> Result<HostConfig,
 }
 
 /// Binds both ports and says so on standard output.
-async fn open(role: Role, place: &Place) -> Result<(TcpListener, TcpListener, String), OmniError> {
+async fn open(role: Role, place: &Place) -> Result<(TcpListener, AdminPort, String), OmniError> {
     let listener = bind(place.listen, "listen").await?;
-    let admin_listener = bind(place.admin_listen, "admin_listen").await?;
-    let local = |scheme: &str, listener: &TcpListener| {
-        let address = listener.local_addr();
-        address
-            .map(|address| format!("{scheme}://{address}"))
-            .map_err(|error| OmniError::io("read the address of a listener", error))
+    let admin = AdminPort {
+        listener: bind(place.admin_listen, "admin_listen").await?,
+        tls: place.admin_tls,
     };
+    let failed = |error| OmniError::io("read the address of a listener", error);
     let endpoint = match &place.advertise {
         Some(advertise) => advertise.clone(),
-        None => local(proto::tls::scheme(), &listener)?,
+        None => {
+            let address = listener.local_addr().map_err(failed)?;
+            format!("{}://{address}", proto::tls::scheme())
+        }
     };
-    announce(role, endpoint.clone(), local("http", &admin_listener)?)?;
-    Ok((listener, admin_listener, endpoint))
+    announce(role, endpoint.clone(), admin.url().map_err(failed)?)?;
+    Ok((listener, admin, endpoint))
 }
 
 async fn bind(address: SocketAddr, field: &str) -> Result<TcpListener, OmniError> {

@@ -4,7 +4,9 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 use base::limits::SHUTDOWN_GRACE;
 use registry::{Backend, EtcdConfig, EtcdTls, EtcdUser, RegistryError};
 
-use crate::{error::OmniError, settings::Settings};
+use telemetry::AdminTls;
+
+use crate::{error::OmniError, secure, settings::Settings};
 
 /// Cluster that a process joins when none is named.
 const DEFAULT_CLUSTER: &str = "default";
@@ -14,6 +16,7 @@ const DEFAULT_CLUSTER: &str = "default";
 pub(super) struct Place {
     pub(super) listen: SocketAddr,
     pub(super) admin_listen: SocketAddr,
+    pub(super) admin_tls: AdminTls,
     pub(super) advertise: Option<String>,
     pub(super) pool: String,
     pub(super) registry: Backend,
@@ -31,6 +34,7 @@ pub(super) fn place(settings: &Settings) -> Result<Place, OmniError> {
     Ok(Place {
         listen,
         admin_listen: settings.socket("admin_listen")?,
+        admin_tls: secure::admin_tls(settings)?,
         advertise,
         pool: settings.text("pool")?.to_owned(),
         registry: backend(settings)?,

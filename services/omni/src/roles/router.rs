@@ -8,7 +8,7 @@ use super::{
     build_info,
     place::{advertise, backend, etcd_settings_unset},
 };
-use crate::{error::OmniError, settings::Settings};
+use crate::{error::OmniError, secure, settings::Settings};
 
 /// How far the port of the HTTP API is above that of gRPC, when it is not set.
 const HTTP_PORT_OFFSET: u16 = 80;
@@ -19,6 +19,7 @@ pub(super) fn router_config(settings: &Settings) -> Result<RouterConfig, OmniErr
         http_listen: Some(http_listen(settings)?.to_string()),
         advertise: advertise(settings)?,
         admin_listen: Some(settings.socket("admin_listen")?.to_string()),
+        admin_tls: secure::admin_tls(settings)?,
         status_page: status_page(settings)?,
         registry: match settings.text("registry")? {
             "embedded" => {

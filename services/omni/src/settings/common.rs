@@ -5,12 +5,19 @@ use super::table::{
 };
 
 /// Settings of every role.
-pub(super) const COMMON: [Setting; 16] = [
+pub(super) const COMMON: [Setting; 17] = [
     setting(
         "admin_listen",
         "HOST:PORT",
         Value("127.0.0.1:0"),
         "Where /livez, /readyz and /metrics answer",
+    ),
+    setting(
+        "admin_tls",
+        "auto|off|on|mutual",
+        Value("auto"),
+        "How admin_listen speaks: in clear, over TLS, or over TLS with a certificate of a monitor or an admin for all but \
+         probes; auto: over TLS where there are certificates",
     ),
     setting(
         "advertise",

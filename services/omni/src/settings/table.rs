@@ -113,7 +113,7 @@ const STATUS_PAGE: Setting = setting(
     "status_page",
     "off|view|prompt",
     Value("view"),
-    "Page about the cluster at admin_listen; prompt: whoever reaches that port may draw",
+    "Page about the cluster at admin_listen; prompt: who may ask for images may draw there",
 );
 
 const DRAIN_GRACE: Setting = setting(

@@ -25,15 +25,9 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 pub(crate) use self::{
-    caller::Caller,
-    grpc::server,
-    http::{routes as http_routes, serve as serve_http},
-    status::routes as status_routes,
+    caller::Caller, grpc::server, http::routes as http_routes, status::routes as status_routes,
 };
-pub use self::{
-    http::{HttpBounds, openapi},
-    status::StatusPage,
-};
+pub use self::{http::openapi, status::StatusPage};
 use crate::{
     RouterError,
     admission::Ask,

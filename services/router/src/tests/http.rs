@@ -9,7 +9,7 @@ use base::{Code, Failure, task};
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use hyper::body::Incoming;
 use hyper_util::rt::TokioIo;
-use proto::v1::get_response::State;
+use proto::{v1::get_response::State, web::HttpBounds};
 use registry::Role;
 use serde_json::{Value, json};
 use tokio::{
@@ -21,7 +21,7 @@ use super::{
     Cluster, SOON, bounded,
     fake::{self, Act, Script, Stage},
 };
-use crate::{HttpBounds, admission::Limits};
+use crate::admission::Limits;
 
 pub(super) const IMAGES: &str = "/v1/images/generations";
 const CHAT: &str = "/v1/chat/completions";

@@ -71,7 +71,8 @@ impl Cluster {
         change(&mut config);
         let bound = Bound::bind(config).await.unwrap();
         let address = format!("http://{}", bound.address());
-        let admin = bound.admin_address().unwrap();
+        let admin = bound.admin_url().unwrap();
+        let admin = admin.trim_start_matches("http://").parse().unwrap();
         let http = bound.http_address().unwrap();
         let shutdown = Shutdown::new();
         let server = task::spawn(Box::pin(bound.serve(shutdown.clone())));

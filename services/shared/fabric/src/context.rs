@@ -3,6 +3,7 @@ use std::ptr;
 
 use ucx_rs::sys;
 
+use crate::counters::Way;
 use crate::status::{UcxError, check};
 
 /// What a context is for.
@@ -19,6 +20,7 @@ pub enum Use {
 pub struct Context {
     pub(crate) handle: sys::ucp_context_h,
     pub(crate) usage: Use,
+    pub(crate) way: Way,
 }
 
 // SAFETY: the context is created with `mt_workers_shared`, so UCX locks it itself.
@@ -61,7 +63,11 @@ impl Context {
             )
         };
         check("ucp_init", status)?;
-        Ok(Self { handle, usage })
+        Ok(Self {
+            handle,
+            usage,
+            way: Way::of(settings),
+        })
     }
 }
 

@@ -6,6 +6,7 @@ use std::rc::Rc;
 
 use ucx_rs::sys;
 
+use crate::counters::Operation;
 use crate::status::{Posted, Request, UcxError, check, posted};
 use crate::worker::Worker;
 
@@ -55,7 +56,9 @@ impl Endpoint {
         // SAFETY: the worker is live; `params`, the address and the place for the handle are valid.
         let status =
             unsafe { sys::ucp_ep_create(worker.handle, &raw const params, &raw mut handle) };
-        check("ucp_ep_create", status)?;
+        let way = worker.context.way;
+        way.begun(Operation::Connect, 0);
+        way.noting(check("ucp_ep_create", status))?;
         Ok(Rc::new(Self {
             worker: Rc::clone(worker),
             handle,
@@ -104,7 +107,9 @@ impl Endpoint {
         let params = sys::ucp_request_param_t::default();
         // SAFETY: the endpoint is live and `params` is valid.
         let pointer = unsafe { sys::ucp_ep_flush_nbx(self.handle, &raw const params) };
-        let request = match posted("ucp_ep_flush_nbx", pointer)? {
+        let way = self.worker.context.way;
+        way.begun(Operation::Flush, 0);
+        let request = match way.noting(posted("ucp_ep_flush_nbx", pointer))? {
             Posted::Done => None,
             Posted::Pending(request) => Some(request),
         };

@@ -8,6 +8,7 @@
 #![allow(unsafe_code)]
 
 mod context;
+mod counters;
 mod digest;
 mod endpoint;
 mod memory;
@@ -19,6 +20,7 @@ mod transfer;
 mod worker;
 
 pub use context::{Context, Use};
+pub use counters::{Count, Operation, counters};
 pub use digest::Store;
 pub use endpoint::{Endpoint, Flushing, RemoteKey};
 pub use memory::PoolMemory;

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use ucx_rs::sys;
 
+use crate::counters::Operation;
 use crate::endpoint::Endpoint;
 use crate::status::{Posted, Request, UcxError, check, posted};
 use crate::worker::Worker;
@@ -223,7 +224,9 @@ impl Announced {
                 &raw const params,
             )
         };
-        let request = match posted("ucp_am_recv_data_nbx", pointer) {
+        let way = worker.context.way;
+        way.begun(Operation::Receive, bytes);
+        let request = match way.noting(posted("ucp_am_recv_data_nbx", pointer)) {
             Ok(Posted::Done) => None,
             Ok(Posted::Pending(request)) => Some(request),
             Err(error) => {
@@ -234,7 +237,7 @@ impl Announced {
         Ok(Receiving {
             data,
             request,
-            _worker: worker,
+            worker,
         })
     }
 }
@@ -253,14 +256,14 @@ pub struct Receiving {
     data: ManuallyDrop<Vec<f32>>,
     request: Option<Request>,
     // After the request, which belongs to the worker.
-    _worker: Rc<Worker>,
+    worker: Rc<Worker>,
 }
 
 impl Receiving {
     /// The body, once all of it is here; `None` while it comes.
     pub fn poll(&mut self) -> Option<Result<Vec<f32>, UcxError>> {
         let result = match &self.request {
-            Some(request) => request.poll()?,
+            Some(request) => self.worker.context.way.noting(request.poll()?),
             None => Ok(()),
         };
         self.request = None;
@@ -286,7 +289,7 @@ pub struct Sending {
     held: ManuallyDrop<Held>,
     request: Option<Request>,
     // After the request, which belongs to its worker.
-    _endpoint: Rc<Endpoint>,
+    endpoint: Rc<Endpoint>,
 }
 
 #[derive(Debug)]
@@ -341,7 +344,9 @@ impl Sending {
                 &raw const params,
             )
         };
-        let request = match posted(CALL, pointer) {
+        let way = endpoint.worker.context.way;
+        way.begun(Operation::Send, bytes);
+        let request = match way.noting(posted(CALL, pointer)) {
             Ok(Posted::Done) => None,
             Ok(Posted::Pending(request)) => Some(request),
             Err(error) => {
@@ -352,14 +357,17 @@ impl Sending {
         Ok(Self {
             held,
             request,
-            _endpoint: Rc::clone(endpoint),
+            endpoint: Rc::clone(endpoint),
         })
     }
 
     /// `None` while UCX needs the memory.
     pub fn poll(&mut self) -> Option<Result<(), UcxError>> {
         let result = match &self.request {
-            Some(request) => request.poll()?,
+            Some(request) => {
+                let way = self.endpoint.worker.context.way;
+                way.noting(request.poll()?)
+            }
             None => Ok(()),
         };
         self.request = None;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use ucx_rs::sys;
 
+use crate::counters::{Operation, Way};
 use crate::endpoint::RemoteKey;
 use crate::memory::Registration;
 use crate::status::{Posted, Request, UcxError, posted};
@@ -115,7 +116,14 @@ impl Transfer {
             // SAFETY: as for the put; the target is owned here, so nobody else looks at it.
             unsafe { sys::ucp_get_nbx(ep, local, len, remote, rkey, &raw const params) }
         };
-        self.track(posted(call, pointer)?);
+        let operation = if self.writes {
+            Operation::Put
+        } else {
+            Operation::Get
+        };
+        self.way().begun(operation, len);
+        let posted = self.way().noting(posted(call, pointer))?;
+        self.track(posted);
         Ok(())
     }
 
@@ -129,8 +137,14 @@ impl Transfer {
         let params = sys::ucp_request_param_t::default();
         // SAFETY: the endpoint is live and `params` is valid.
         let pointer = unsafe { sys::ucp_ep_flush_nbx(endpoint.handle, &raw const params) };
-        self.track(posted("ucp_ep_flush_nbx", pointer)?);
+        self.way().begun(Operation::Flush, 0);
+        let posted = self.way().noting(posted("ucp_ep_flush_nbx", pointer))?;
+        self.track(posted);
         Ok(())
+    }
+
+    fn way(&self) -> Way {
+        self.held.key.endpoint.worker.context.way
     }
 
     fn track(&mut self, posted: Posted) {
@@ -145,12 +159,12 @@ impl Transfer {
     /// # Errors
     /// The first failed operation.
     pub fn reap(&mut self) -> Result<usize, UcxError> {
-        let before = self.requests.len();
+        let (before, way) = (self.requests.len(), self.way());
         let mut first = Ok(());
         self.requests.retain(|request| match request.poll() {
             None => true,
             Some(result) => {
-                first = first.and(result);
+                first = first.and(way.noting(result));
                 false
             }
         });

@@ -7,7 +7,7 @@ use base::{
 };
 use proto::{server::Health, v1::StepCosts};
 use registry::{Backend, JoinOptions, Load, Member, MemberState, Membership, Role};
-use telemetry::{Admin, Metrics, Readiness};
+use telemetry::{Admin, AdminPort, Metrics, Readiness};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tonic::service::RoutesBuilder;
@@ -24,8 +24,8 @@ const CLOSE_GRACE: Duration = Duration::from_secs(3);
 pub struct HostConfig {
     /// Bound gRPC listener.
     pub listener: TcpListener,
-    /// Bound listener of /livez, /readyz and /metrics.
-    pub admin_listener: TcpListener,
+    /// Bound port of /livez, /readyz and /metrics.
+    pub admin: AdminPort,
     /// Address that others use to reach `listener`, `http://HOST:PORT`.
     pub advertise: String,
     /// Pool this process belongs to.
@@ -88,14 +88,14 @@ pub async fn run<S: Stage>(
 ) -> Result<(), StageError> {
     let HostConfig {
         listener,
-        admin_listener,
+        admin,
         advertise,
         pool,
         registry,
         grace,
         build,
     } = config;
-    let mut running = start(&stage, listener, admin_listener, metrics).await?;
+    let mut running = start(&stage, listener, admin, metrics).await?;
     tracing::info!(version = %build.version, %advertise, "loading the model");
     let loading = async {
         let info = stage.load().await?;
@@ -134,7 +134,7 @@ pub async fn run<S: Stage>(
 async fn start<S: Stage>(
     stage: &Arc<S>,
     listener: TcpListener,
-    admin_listener: TcpListener,
+    port: AdminPort,
     metrics: Metrics,
 ) -> Result<Running, StageError> {
     let (mut routes, health) = proto::server::routes(&[S::SERVICE]).await?;
@@ -145,15 +145,7 @@ async fn start<S: Stage>(
         metrics,
         readiness: readiness.clone(),
     };
-    let admin_stop = stop_servers.clone();
-    let admin = task::spawn(async move {
-        let served = admin
-            .serve(admin_listener, async move { admin_stop.cancelled().await })
-            .await;
-        if let Err(error) = served {
-            tracing::error!(%error, "the admin server broke");
-        }
-    });
+    let admin = task::spawn(admin.serve(port, stop_servers.clone()));
     let server_stop = stop_servers.clone();
     let server = task::spawn(proto::server::serve(listener, routes, async move {
         server_stop.cancelled().await;

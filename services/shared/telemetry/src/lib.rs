@@ -7,7 +7,7 @@ pub mod metrics;
 pub mod names;
 pub mod trace;
 
-pub use admin::{Admin, Readiness};
+pub use admin::{Admin, AdminPort, AdminTls, Readiness};
 pub use logs::{LogConfig, LogFormat, init};
 pub use metrics::Metrics;
 pub use trace::{TraceConfig, Traces};
@@ -32,9 +32,6 @@ pub enum TelemetryError {
     /// Spans cannot be sent.
     #[error("otlp_endpoint: {0}")]
     Exporter(String),
-    /// The admin server broke.
-    #[error("admin server: {0}")]
-    Admin(#[from] std::io::Error),
 }
 
 impl base::Fault for TelemetryError {
@@ -43,7 +40,7 @@ impl base::Fault for TelemetryError {
             Self::Level { .. } | Self::Endpoint(_) | Self::Exporter(_) => {
                 base::Code::InvalidArgument
             }
-            Self::AlreadyInitialised | Self::Admin(_) => base::Code::Internal,
+            Self::AlreadyInitialised => base::Code::Internal,
         }
     }
     fn field(&self) -> Option<&str> {

@@ -2,7 +2,7 @@
 use std::{
     collections::HashMap,
     sync::{
-        Arc,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicU64, AtomicUsize, Ordering},
     },
     time::Duration,
@@ -48,7 +48,11 @@ struct Slot {
 struct Inner {
     registry: Registry,
     slots: HashMap<&'static str, Slot>,
+    sources: Mutex<Vec<Source>>,
 }
+
+/// Brings values up to date that are counted elsewhere.
+type Source = fn(&Metrics);
 
 /// Every metric of the process. Clones share the values.
 #[derive(Debug, Clone)]
@@ -85,7 +89,11 @@ impl Metrics {
                 },
             );
         }
-        let metrics = Self(Arc::new(Inner { registry, slots }));
+        let metrics = Self(Arc::new(Inner {
+            registry,
+            slots,
+            sources: Mutex::default(),
+        }));
         let labels = [build.version.as_str(), &build.git_sha, &build.profile];
         metrics.set(&names::BUILD_INFO, &labels, 1.0);
         metrics
@@ -106,6 +114,34 @@ impl Metrics {
             if self.admits(slot, || family.get(&labels).is_some()) {
                 family.get_or_create(&labels).inc_by(by);
             }
+        }
+    }
+
+    /// Brings a counter to a total that is counted elsewhere; it never falls. For [`Metrics::read_from`]'s sources alone:
+    /// two callers at once would add twice.
+    pub fn reach(&self, metric: &Metric, labels: &[&str], total: u64) {
+        let Some(slot) = self.0.slots.get(metric.name) else {
+            return;
+        };
+        if let Instrument::Counter(family) = &slot.instrument {
+            let known = family.get(&pairs(metric, labels));
+            let so_far = known.map_or(0, |counter| counter.get());
+            self.add(metric, labels, total.saturating_sub(so_far));
+        }
+    }
+
+    /// Calls `source` before values are given out, one caller at a time. A source that is there already is not added again.
+    pub fn read_from(&self, source: Source) {
+        let mut sources = self
+            .0
+            .sources
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if !sources
+            .iter()
+            .any(|known| std::ptr::fn_addr_eq(*known, source))
+        {
+            sources.push(source);
         }
     }
 
@@ -142,6 +178,16 @@ impl Metrics {
 
     /// All values in OpenMetrics text.
     pub fn encode(&self) -> String {
+        {
+            let sources = self
+                .0
+                .sources
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
+            for source in sources.iter() {
+                source(self);
+            }
+        }
         let mut text = String::new();
         // Writing into a string cannot fail.
         let _ = encode(&mut text, &self.0.registry);
@@ -215,6 +261,33 @@ fn register(registry: &mut Registry, metric: &'static Metric) -> Instrument {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_counted_elsewhere_is_brought_up_to_date_by_each_look() {
+        use std::sync::atomic::{AtomicU64, Ordering};
+        static TOTAL: AtomicU64 = AtomicU64::new(5);
+        let metrics = Metrics::default();
+        let source = |metrics: &Metrics| {
+            let total = TOTAL.load(Ordering::Relaxed);
+            metrics.reach(&names::UCX_BYTES, &["tcp", "get"], total);
+        };
+        metrics.read_from(source);
+        metrics.read_from(source);
+        let value = || {
+            let text = metrics.encode();
+            let line = text
+                .lines()
+                .find(|line| line.starts_with("omni_ucx_bytes_total{"));
+            line.unwrap().rsplit(' ').next().unwrap().to_owned()
+        };
+        assert_eq!(value(), "5");
+        assert_eq!(value(), "5");
+        TOTAL.store(12, Ordering::Relaxed);
+        assert_eq!(value(), "12");
+        // A counter does not fall.
+        TOTAL.store(3, Ordering::Relaxed);
+        assert_eq!(value(), "12");
+    }
 
     #[test]
     fn values_appear_under_their_table_names() {

@@ -109,6 +109,12 @@ table! {
         "Looks for a cached prefix: hit or miss";
     TRANSFER_CACHE_BYTES = "omni_transfer_cache_hit_bytes_total", Counter, [],
         "Bytes of prefixes that were found in the cache";
+    UCX_OPERATIONS = "omni_ucx_operations_total", Counter, ["transport", "operation"],
+        "Calls to UCX that move something, by the transports that it was opened with";
+    UCX_BYTES = "omni_ucx_bytes_total", Counter, ["transport", "operation"],
+        "Bytes of those calls";
+    UCX_FAILURES = "omni_ucx_failures_total", Counter, ["transport", "operation"],
+        "Of those calls, what UCX refused or ended in an error, cancelled ones included";
     REGISTRY_MEMBERS = "omni_registry_members", Gauge, ["role", "state"],
         "Members alive, as the router sees them";
     REGISTRY_FOLLOWED = "omni_registry_followed", Gauge, [],

@@ -13,9 +13,8 @@ mod openapi;
 mod order;
 mod pictures;
 mod schema;
-mod serve;
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use axum::{
     Extension, Json, Router,
@@ -35,12 +34,12 @@ use base::{
 use proto::{
     access::Peer,
     v1::{Done, Image, generate_response::Event, input_image::Source},
+    web::HttpBounds,
 };
 use telemetry::{names, trace::Parent};
 use tokio::sync::{Semaphore, mpsc};
 
 pub use self::openapi::document as openapi;
-pub(crate) use self::serve::serve;
 use self::{
     answer::{Picture, Run, complete},
     body::Reader,
@@ -60,30 +59,6 @@ const FETCH_SITE: &str = "sec-fetch-site";
 
 /// Path of the API's own document.
 const DOCUMENT: &str = "/openapi.json";
-
-/// Bounds of what a client may make this port wait for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct HttpBounds {
-    /// The head of a request, from the moment its connection is open or its predecessor answered.
-    pub head: Duration,
-    /// The body of a request.
-    pub body: Duration,
-    /// A client that takes nothing of an answer that is ready.
-    pub stall: Duration,
-    /// Connections at once; more wait in the backlog.
-    pub connections: usize,
-}
-
-impl Default for HttpBounds {
-    fn default() -> Self {
-        Self {
-            head: Duration::from_secs(30),
-            body: Duration::from_secs(60),
-            stall: Duration::from_secs(30),
-            connections: 1_024,
-        }
-    }
-}
 
 /// What every handler needs.
 #[derive(Debug, Clone)]

@@ -1,19 +1,22 @@
 //! The status page, on the admin port: members, pools, the queue, running requests with their previews, and, where
 //! it was allowed, a box to draw from. One page without a build step; whatever changes comes as JSON.
 //!
+//! Where connections are TLS, the page shows everything to holders of a certificate of a monitor or an admin, and to an API key
+//! the requests of its tenant. Whoever draws proves who they are as at the other doors, and is held to the same quotas.
+//!
 //! The page trusts nobody: no script but its own runs (its nonce is new in every answer), nothing is loaded from
 //! elsewhere, and what the server tells becomes text, never markup. Pages of other sites may neither read an answer
 //! nor make it draw.
 use std::{collections::BTreeMap, convert::Infallible, sync::Arc};
 
 use axum::{
-    Json, Router,
+    Extension, Json, Router,
     body::{Body, Bytes},
     extract::{DefaultBodyLimit, Path, State},
     http::{
         HeaderMap, HeaderValue, StatusCode,
         header::{
-            CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, REFERRER_POLICY,
+            AUTHORIZATION, CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, REFERRER_POLICY,
             X_CONTENT_TYPE_OPTIONS,
         },
     },
@@ -23,6 +26,7 @@ use axum::{
 use base64::{Engine as _, prelude::BASE64_STANDARD};
 use futures_util::stream;
 use proto::{
+    access::{Peer, Role as Holder},
     status::failure,
     v1::{
         GenerateRequest, PreviewKind, RequestRecord, generate_response::Event,
@@ -34,7 +38,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::{Caller, Context};
-use crate::{dispatch::Answer, events::state_name, placement::role_name};
+use crate::{RouterError, dispatch::Answer, events::state_name, placement::role_name};
 
 const PAGE: &str = include_str!("page.html");
 /// Requests and events that the page shows.
@@ -55,7 +59,7 @@ pub enum StatusPage {
     /// The page, without a box to draw from.
     #[default]
     View,
-    /// The page, and whoever reaches this port may draw.
+    /// The page, and who may ask for images may draw.
     Prompt,
 }
 
@@ -78,6 +82,43 @@ struct Desk {
 }
 
 type Shared = State<Arc<Desk>>;
+/// Who the connection is with, where it is TLS.
+type With = Option<Extension<Peer>>;
+
+impl Desk {
+    /// Whose requests are shown. In clear nobody can be told from anybody else.
+    fn viewer(&self, headers: &HeaderMap, with: &With) -> Result<Caller, RouterError> {
+        let all = match with {
+            None => true,
+            Some(Extension(peer)) => peer.is(Holder::Monitor) || peer.is(Holder::Admin),
+        };
+        if all {
+            return Ok(Caller {
+                operator: true,
+                ..Caller::default()
+            });
+        }
+        self.caller(headers, with)
+    }
+
+    /// Who draws.
+    fn caller(&self, headers: &HeaderMap, with: &With) -> Result<Caller, RouterError> {
+        let key = headers.get(AUTHORIZATION).map(HeaderValue::as_bytes);
+        let peer = with.as_ref().map(|Extension(peer)| peer);
+        self.context.caller(key, peer)
+    }
+}
+
+/// A refusal that the page reads, as one line of JSON.
+fn refuse(status: StatusCode, message: &str) -> Response {
+    let line = format!("{}\n", json!({"event": "error", "message": message}));
+    guarded((status, [(CONTENT_TYPE, "application/x-ndjson")], line).into_response())
+}
+
+/// That of somebody who has not said who they are.
+fn unknown(error: &RouterError) -> Response {
+    refuse(StatusCode::UNAUTHORIZED, &error.to_string())
+}
 
 /// Every path of the page.
 pub(crate) fn routes(context: Arc<Context>, version: String, page: StatusPage) -> Router {
@@ -133,14 +174,27 @@ fn guarded(mut response: Response) -> Response {
     response
 }
 
-async fn cluster(State(desk): Shared) -> Response {
+async fn cluster(State(desk): Shared, with: With, headers: HeaderMap) -> Response {
+    let viewer = match desk.viewer(&headers, &with) {
+        Ok(viewer) => viewer,
+        Err(error) => return unknown(&error),
+    };
     let context = &desk.context;
     let snapshots = &context.members.snapshots;
     let (snapshot, contact) = (snapshots.current(), snapshots.contact());
     let (running, waiting) = context.gate.counts();
-    let requests = context.jobs.records(MAX_REQUESTS, false);
+    let looked_at = if viewer.operator {
+        MAX_REQUESTS
+    } else {
+        usize::MAX
+    };
+    let requests = context.jobs.records(looked_at, false);
+    let own = requests.iter().filter(|one| viewer.owns(&one.tenant));
+    // What the cluster is made of is its operators' business.
     let events = context.events.after(0);
     let last = events.iter().rev().take(MAX_EVENTS);
+    let last = last.filter(|_| viewer.operator);
+    let members = snapshot.members.values().filter(|_| viewer.operator);
     let event = |event: &proto::v1::ClusterEvent| {
         json!({
             "unix_ms": event.unix_ms, "warning": event.warning, "reason": event.reason,
@@ -153,11 +207,12 @@ async fn cluster(State(desk): Shared) -> Response {
         "following": contact.following,
         "stale_ms": u64::try_from(contact.stale_for().as_millis()).unwrap_or(u64::MAX),
         "prompt": desk.prompt,
+        "key": desk.prompt && desk.caller(&headers, &with).is_err(),
         "running": running,
         "waiting": waiting,
-        "members": snapshot.members.values().map(member).collect::<Value>(),
-        "pools": pools(snapshot.members.values()),
-        "requests": requests.iter().map(request).collect::<Value>(),
+        "members": members.clone().map(member).collect::<Value>(),
+        "pools": pools(members),
+        "requests": own.take(MAX_REQUESTS).map(request).collect::<Value>(),
         "events": last.map(event).collect::<Value>(),
     });
     guarded(Json(body).into_response())
@@ -230,8 +285,20 @@ fn size(width: u32, height: u32) -> String {
     }
 }
 
-async fn preview(State(desk): Shared, Path(id): Path<String>) -> Response {
-    let png = desk.context.jobs.preview(&id);
+async fn preview(
+    State(desk): Shared,
+    with: With,
+    headers: HeaderMap,
+    Path(id): Path<String>,
+) -> Response {
+    let viewer = match desk.viewer(&headers, &with) {
+        Ok(viewer) => viewer,
+        Err(error) => return unknown(&error),
+    };
+    let jobs = &desk.context.jobs;
+    // A request of another tenant is one that is not known.
+    let own = jobs.tenant(&id).is_ok_and(|tenant| viewer.owns(&tenant));
+    let png = if own { jobs.preview(&id) } else { vec![] };
     if png.is_empty() {
         return guarded((StatusCode::NOT_FOUND, "no preview\n").into_response());
     }
@@ -253,11 +320,7 @@ struct Wish {
 }
 
 /// Draws. The answer is a line of JSON for each event; a client that goes away cancels the request.
-async fn generate(State(desk): Shared, headers: HeaderMap, body: Bytes) -> Response {
-    let refuse = |status: StatusCode, message: &str| {
-        let line = format!("{}\n", json!({"event": "error", "message": message}));
-        guarded((status, [(CONTENT_TYPE, "application/x-ndjson")], line).into_response())
-    };
+async fn generate(State(desk): Shared, with: With, headers: HeaderMap, body: Bytes) -> Response {
     // A form of another site can send neither.
     let own = headers
         .get(FETCH_SITE)
@@ -268,6 +331,10 @@ async fn generate(State(desk): Shared, headers: HeaderMap, body: Bytes) -> Respo
     if !own || !is_json {
         return refuse(StatusCode::FORBIDDEN, "only the status page may draw here");
     }
+    let caller = match desk.caller(&headers, &with) {
+        Ok(caller) => caller,
+        Err(error) => return unknown(&error),
+    };
     let wish: Wish = match serde_json::from_slice(&body) {
         Ok(wish) => wish,
         Err(error) => return refuse(StatusCode::BAD_REQUEST, &error.to_string()),
@@ -286,7 +353,7 @@ async fn generate(State(desk): Shared, headers: HeaderMap, body: Bytes) -> Respo
         preview_kind: PreviewKind::Linear.into(),
         ..GenerateRequest::default()
     };
-    match Box::pin(desk.context.accept(Caller::default(), request, None)).await {
+    match Box::pin(desk.context.accept(caller, request, None)).await {
         Err(error) => refuse(StatusCode::BAD_REQUEST, &error.to_string()),
         Ok(answers) => {
             let lines = stream::unfold(answers, |mut answers| async move {

@@ -1,5 +1,5 @@
-//! Connections: HTTP/1.1, so many at once, each with bounds on how long its client may be waited
-//! for. A client that goes away drops its handler, and with it the request.
+//! Servers of HTTP/1.1: so many connections at once, each with bounds on how long its client may be waited for. A
+//! client that goes away drops its handler, and with it the request.
 use std::{
     io,
     pin::{Pin, pin},
@@ -23,29 +23,61 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-use super::HttpBounds;
+use crate::tls::{Tls, accept_web};
 
 /// Largest head of a request, in bytes.
 const MAX_HEAD_BYTES: usize = 64 * 1024;
 /// Pause after a connection could not be accepted, which is when files run out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// Serves until `stop`, then lets connections end their answers for `grace`.
-pub(crate) async fn serve(
-    listener: TcpListener,
-    routes: Router,
-    bounds: HttpBounds,
-    stop: CancellationToken,
-    grace: Duration,
-) {
+/// Bounds of what a client may make a port wait for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HttpBounds {
+    /// The head of a request, from the moment its connection is open or its predecessor answered.
+    pub head: Duration,
+    /// The body of a request.
+    pub body: Duration,
+    /// A client that takes nothing of an answer that is ready.
+    pub stall: Duration,
+    /// Connections at once; more wait in the backlog.
+    pub connections: usize,
+}
+
+impl Default for HttpBounds {
+    fn default() -> Self {
+        Self {
+            head: Duration::from_secs(30),
+            body: Duration::from_secs(60),
+            stall: Duration::from_secs(30),
+            connections: 1_024,
+        }
+    }
+}
+
+/// What a server of HTTP needs besides its port.
+#[derive(Debug, Clone)]
+pub struct Site {
+    /// What it answers. With `tls`, requests carry a [`crate::access::Peer`] among their extensions: somebody, or
+    /// nobody where the client showed no certificate.
+    pub routes: Router,
+    /// `None`: in clear.
+    pub tls: Option<Arc<Tls>>,
+    /// How long clients are waited for; the body's bound is for the routes to keep.
+    pub bounds: HttpBounds,
+    /// How long connections may end their answers once the server is to stop.
+    pub grace: Duration,
+}
+
+/// Serves until `stop`, then lets connections end their answers.
+pub async fn serve(listener: TcpListener, site: Site, stop: CancellationToken) {
+    let (bounds, grace) = (site.bounds, site.grace);
     let tasks = Tracker::new();
     let places = Arc::new(Semaphore::new(bounds.connections));
     let accepting = async {
         while let Ok(place) = places.clone().acquire_owned().await {
             match listener.accept().await {
                 Ok((stream, _)) => {
-                    let (routes, stop) = (routes.clone(), stop.clone());
-                    tasks.spawn(connection(stream, routes, bounds, stop, place));
+                    tasks.spawn(connection(stream, site.clone(), stop.clone(), place));
                 }
                 Err(error) => {
                     tracing::warn!(%error, "cannot accept a connection");
@@ -63,18 +95,23 @@ pub(crate) async fn serve(
 
 async fn connection(
     stream: TcpStream,
-    routes: Router,
-    bounds: HttpBounds,
+    site: Site,
     stop: CancellationToken,
     _place: OwnedSemaphorePermit,
 ) {
+    let Site {
+        routes,
+        tls,
+        bounds,
+        ..
+    } = site;
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%error, "a connection without nodelay");
     }
-    let Some(tls) = proto::tls::installed() else {
+    let Some(tls) = tls else {
         return answer(stream, routes, bounds, stop).await;
     };
-    match proto::tls::accept_web(&tls, stream).await {
+    match accept_web(&tls, stream).await {
         Ok(stream) => {
             let routes = routes.layer(Extension(stream.peer().clone()));
             answer(stream, routes, bounds, stop).await;
@@ -230,7 +267,13 @@ mod tests {
             ..HttpBounds::default()
         };
         let stop = CancellationToken::new();
-        let server = base::task::spawn(serve(listener, routes, bounds, stop.clone(), SOON));
+        let site = Site {
+            routes,
+            tls: None,
+            bounds,
+            grace: SOON,
+        };
+        let server = base::task::spawn(serve(listener, site, stop.clone()));
         let mut client = TcpStream::connect(address).await.unwrap();
         client
             .write_all(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
