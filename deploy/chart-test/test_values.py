@@ -34,6 +34,7 @@ BAD = [
     ("transfer.transport=pigeon", r"at '/transfer/transport'"),
     ("transfer.transport=shm", r"transfer\.transport: shm does not reach from pod to pod"),
     ("transfer.poolBytes=2GB", r"at '/transfer/poolBytes'"),
+    ("transfer.settings.colour=blue", r"transfer\.settings\.colour: omni kv-transfer has no such setting"),
     ("network.ipFamily=IPX", r"at '/network/ipFamily'"),
     ("network.ucxPorts.first=7800", r"network\.ucxPorts\.first: must be below"),
     ("registry.etcd.install=true", r"registry\.etcd: is set, but registry\.kind is embedded"),
@@ -185,6 +186,17 @@ class Notes(unittest.TestCase):
         text = chart.helm("install", chart.RELEASE, chart.chart_of(name), "--namespace", chart.NAMESPACE,
                           "--dry-run=client", "--values", chart.HERE / "sets" / f"{name}.yaml")
         return text[text.index("NOTES:"):]
+
+    def test_settings_of_the_pools_of_prefixes_reach_sidecars_and_kv_pools(self):
+        pools = ("pools[0].name=ar,pools[0].role=ar,pools[1].name=dit,pools[1].role=dit,pools[2].name=kv,pools[2].role=kv,"
+                 "pools[2].settings.max_slots=7,transfer.settings.max_slots=5,transfer.settings.prefix_cache_bytes=1GiB")
+        told = {}
+        for thing, template in chart.pod_templates(chart.objects(chart.template(chart.CHART, MINIMAL, "--set", pools))):
+            for container in chart.containers(template):
+                if container["name"] == "kv-transfer":
+                    values = chart.environment(container)
+                    told[thing["metadata"]["name"]] = (values["OMNI_MAX_SLOTS"], values["OMNI_PREFIX_CACHE_BYTES"])
+        self.assertEqual(told, {"demo-omni-ar": ("5", "1GiB"), "demo-omni-kv": ("7", "1GiB")})
 
     def test_the_annotations_are_what_artifact_hub_reads(self):
         about = yaml.safe_load((chart.CHART / "Chart.yaml").read_text())

@@ -39,7 +39,7 @@ ports:
   - {name: {{ .portPrefix }}admin, containerPort: {{ .ports.admin }}}
 {{- end -}}
 
-{{/* The KV-transfer container. Argument: root, spec (resources, poolBytes, extraEnv, extraArgs), pool, portPrefix. */}}
+{{/* The KV-transfer container. Argument: root, spec (resources, poolBytes, extraEnv), pool, portPrefix, poolSettings (of a kv pool). */}}
 {{- define "omni.kvContainer" -}}
 {{- $root := .root }}
 {{- $ports := (include "omni.ports" . | fromYaml).kv }}
@@ -47,6 +47,16 @@ ports:
 {{- $_ := mustMergeOverwrite $settings (include "omni.registrySettings" $root | fromYaml) }}
 {{- $_ := set $settings "transport" $root.Values.transfer.transport }}
 {{- $_ := set $settings "pool_bytes" .spec.poolBytes }}
+{{- $known := index (include "omni.binary" $root | fromJson).settings "kv-transfer" }}
+{{- range $key, $value := $root.Values.transfer.settings }}
+{{- if not (has $key $known) }}
+{{- fail (printf "transfer.settings.%s: omni kv-transfer has no such setting" $key) }}
+{{- end }}
+{{- $_ := set $settings $key $value }}
+{{- end }}
+{{- range $key, $value := .poolSettings }}
+{{- $_ := set $settings $key $value }}
+{{- end }}
 {{- include "omni.container" (dict "root" $root "name" "kv-transfer" "role" "kv-transfer" "ports" $ports "portPrefix" .portPrefix) }}
 env:
   {{- include "omni.podFields" $root | nindent 2 }}
@@ -205,7 +215,7 @@ spec:
   {{- end }}
   containers:
     {{- if eq $pool.role "kv" }}
-    - {{ include "omni.kvContainer" (dict "root" $root "spec" (merge (dict "poolBytes" (default $root.Values.transfer.poolBytes $pool.poolBytes)) $pool) "pool" $pool.name "portPrefix" "") | trim | nindent 6 | trim }}
+    - {{ include "omni.kvContainer" (dict "root" $root "spec" (merge (dict "poolBytes" (default $root.Values.transfer.poolBytes $pool.poolBytes)) $pool) "pool" $pool.name "portPrefix" "" "poolSettings" $pool.settings) | trim | nindent 6 | trim }}
       resources: {{- include "omni.resources" . | nindent 8 }}
       lifecycle:
         preStop:

@@ -158,7 +158,7 @@ mod tests {
 
     #[test]
     fn the_admin_port_is_told_apart_and_asks_for_no_certificate_it_cannot_check() {
-        let of = |arguments: &[&str]| admin_tls(&settings(Role::ArStage, arguments));
+        let of = |arguments: &[&str]| admin_tls(&settings(Role::KvTransfer, arguments));
         let tls = ["--tls-cert", "c", "--tls-key", "k", "--tls-ca", "a"];
         let with = |word| of(&[&tls[..], &["--admin-tls", word]].concat()).unwrap();
         assert_eq!(of(&[]).unwrap(), AdminTls::On);
