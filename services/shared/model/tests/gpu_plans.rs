@@ -412,7 +412,8 @@ fn plans_differ_by_rounding_alone_where_tokens_have_all_experts() {
     let mut wrong = Vec::new();
     for (weights, bars) in [
         (WeightType::Bf16, (1e-2, 2e-2)),
-        (WeightType::Fp8, (3e-2, 6e-2)),
+        // A bit of bf16 moves some operands of 3 mantissa bits to the next one.
+        (WeightType::Fp8, (5e-2, 6e-2)),
     ] {
         let what = format!("all experts {weights:?}");
         wrong.extend(random(&config, (weights, bars), 2.0, &what));
