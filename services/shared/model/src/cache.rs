@@ -8,7 +8,7 @@ use kv::KvGeometry;
 use parallel::SequenceShards;
 
 use crate::error::ModelError;
-use crate::pages::{KvPage, KvPool, PAGE_TOKENS, pages_for, require_f32, values};
+use crate::pages::{KvPage, KvPool, PAGE_TOKENS, pages_for, values};
 use crate::prefix::{Held, PrefixKv, little_endian};
 
 /// Takes the layers of a row as they are done, while the next ones are computed.
@@ -31,14 +31,13 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// An empty cache with room for `capacity` tokens, and pages of its own for them.
+    /// An empty cache with room for `capacity` tokens, whose pool bounds nothing but that.
     ///
     /// # Errors
     /// `Unimplemented` for a type other than F32, `Internal` when the size cannot be addressed.
     pub fn new(geometry: KvGeometry, capacity: usize) -> Result<Self, ModelError> {
-        require_f32(&geometry)?;
         values(&geometry, capacity)?;
-        Ok(KvPool::new(geometry, pages_for(capacity))?.cache(capacity))
+        Ok(KvPool::of_cache(geometry)?.cache(capacity))
     }
 
     /// See [`KvPool::cache_from`].

@@ -77,13 +77,21 @@ impl KvPool {
     /// # Errors
     /// `Unimplemented` for a type other than F32, `Internal` when the pages cannot be addressed.
     pub fn new(geometry: KvGeometry, pages: usize) -> Result<Self, ModelError> {
+        values(&geometry, pages.saturating_mul(PAGE_TOKENS))?;
+        Self::of(geometry, pages)
+    }
+
+    /// The pool of a cache that bounds itself, and of its copies.
+    pub(crate) fn of_cache(geometry: KvGeometry) -> Result<Self, ModelError> {
+        Self::of(geometry, usize::MAX)
+    }
+
+    fn of(geometry: KvGeometry, bound: usize) -> Result<Self, ModelError> {
         require_f32(&geometry)?;
-        let tokens = pages.saturating_mul(PAGE_TOKENS);
-        values(&geometry, tokens)?;
         let inner = Inner {
             geometry,
             values: values(&geometry, PAGE_TOKENS)?,
-            bound: pages,
+            bound,
             state: Mutex::default(),
         };
         Ok(Self {

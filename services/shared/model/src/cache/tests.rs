@@ -135,6 +135,24 @@ fn a_pool_that_is_empty_says_how_much_is_missing() {
 }
 
 #[test]
+fn a_copy_of_a_cache_grows_by_itself() {
+    let one = filled(2 * PAGE_TOKENS, 5);
+    let copies = vec![one.clone(); 3];
+    let before = one.into_prefix();
+    for (number, mut copy) in copies.into_iter().enumerate() {
+        assert!(copy.reserve(2 * PAGE_TOKENS));
+        let more = Tensor::from_f32(&[70, 3, 4], vec![number as f32; 70 * 12]).unwrap();
+        for layer in 0..2 {
+            copy.write(layer, &more, &more, 0..70).unwrap();
+        }
+        let grown = SequenceShards::new(70, 1, 1, CAUSAL_ORDER).unwrap();
+        copy.advance(&grown, 0);
+        assert_eq!(copy.branch(5, 5).unwrap().into_prefix(), before);
+        assert_eq!(copy.into_prefix().data().last(), Some(&(number as f32)));
+    }
+}
+
+#[test]
 fn a_full_cache_refuses_more() {
     let mut cache = filled(5, 5);
     let one = Tensor::zeros(&[1, 3, 4]).unwrap();
