@@ -24,10 +24,13 @@ pub use cpu::attention::{
     varlen_attention, varlen_attention_partial, varlen_attention_workspace_bytes,
 };
 pub use cpu::conv::{Conv2dWeight, Conv3dWeight, conv2d, conv3d};
-pub use cpu::elementwise::{add, add_assign, gelu_erf, gelu_tanh, silu, swiglu_up_gate};
+pub use cpu::elementwise::{
+    add, add_assign, add_scaled, gelu_erf, gelu_tanh, silu, swiglu_up_gate,
+};
 pub use cpu::embedding::embedding;
 pub use cpu::group_norm::{GroupNorm, group_norm};
 pub use cpu::linear::{LinearWeight, linear};
+pub use cpu::memory;
 pub use cpu::moe::{ExpertWeights, Routing, moe_combine, moe_experts, moe_route};
 pub use cpu::norm::{layer_norm, rms_norm};
 pub use cpu::path as cpu_path;

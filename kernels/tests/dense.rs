@@ -6,7 +6,7 @@ mod common;
 use common::{assert_close, random, random_bf16};
 use kernels::{
     AttnHeads, ExpertWeights, KernelError, LinearWeight, RopeTable, Tensor, add, add_assign,
-    embedding, gelu_erf, gelu_tanh, layer_norm, linear, moe_experts, moe_route, plain,
+    add_scaled, embedding, gelu_erf, gelu_tanh, layer_norm, linear, moe_experts, moe_route, plain,
     qkv_split_rope_norm, rms_norm, silu, softmax_rows, swiglu_up_gate,
 };
 use proptest::prelude::*;
@@ -73,6 +73,10 @@ proptest! {
         add_assign(&mut z, &y).unwrap();
         prop_assert_eq!(z.to_f32_vec(), sum);
         prop_assert_eq!(shared.to_f32_vec(), x.to_f32_vec());
+        let scaled: Vec<f32> = x.to_f32_vec().iter().zip(y.to_f32_vec()).map(|(a, b)| a + 0.3 * b).collect();
+        let mut z = x.clone();
+        add_scaled(&mut z, 0.3, &y).unwrap();
+        prop_assert_eq!(z.to_f32_vec(), scaled);
     }
 
     #[test]

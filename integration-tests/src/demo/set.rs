@@ -1,6 +1,9 @@
 //! The committed list of prompts that no training caption shared, and what each must show.
 
-use std::{fs, io, path::PathBuf};
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
 
 use serde::Deserialize;
 
@@ -27,7 +30,14 @@ impl DemoSet {
     /// # Errors
     /// When it is absent or not as described here.
     pub fn load() -> io::Result<Self> {
-        let path = workspace_root().join("deploy/demo-model/prompts_eval.json");
+        Self::read(&workspace_root().join("deploy/demo-model/prompts_eval.json"))
+    }
+
+    /// Reads a list of the same form.
+    ///
+    /// # Errors
+    /// When it is absent or not as described here.
+    pub fn read(path: &Path) -> io::Result<Self> {
         Ok(serde_json::from_slice(&fs::read(path)?)?)
     }
 }

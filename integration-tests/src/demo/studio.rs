@@ -61,8 +61,13 @@ impl Studio {
     /// Lets jobs save steps.
     #[must_use]
     pub fn saving(mut self, cache: StepCache) -> Self {
-        self.numbers.options.cache = cache;
+        self.save(cache);
         self
+    }
+
+    /// Lets jobs that begin from now on save steps.
+    pub fn save(&mut self, cache: StepCache) {
+        self.numbers.options.cache = cache;
     }
 
     /// The model.
@@ -117,9 +122,23 @@ impl Studio {
             }
             self.model.denoise_step(&self.ctx, &mut live)?;
         }
-        jobs.iter()
-            .map(|job| self.model.decode(&self.ctx, &job.latents()?))
-            .collect()
+        jobs.iter().map(|job| self.decode(job)).collect()
+    }
+
+    /// One step of a job, alone.
+    ///
+    /// # Errors
+    /// Those of denoise steps.
+    pub fn step(&self, job: &mut DenoiseJob) -> Result<(), ModelError> {
+        self.model.denoise_step(&self.ctx, &mut [job])
+    }
+
+    /// The picture of a job as it stands.
+    ///
+    /// # Errors
+    /// Those of decoding.
+    pub fn decode(&self, job: &DenoiseJob) -> Result<RgbImage, ModelError> {
+        self.model.decode(&self.ctx, &job.latents()?)
     }
 
     /// The size that the model chooses for a prompt in the pretrain template: the likeliest ratio token.

@@ -45,6 +45,20 @@ pub fn add_assign(x: &mut Tensor, y: &Tensor) -> Result<()> {
     Ok(())
 }
 
+/// `x += factor * y`, elementwise, each product rounded; equal shapes. Copies `x` first where its buffer is shared.
+pub fn add_scaled(x: &mut Tensor, factor: f32, y: &Tensor) -> Result<()> {
+    y.expect_shape("add_scaled", "y", x.shape())?;
+    x.f32_named("add_scaled", "x")?;
+    let b = y.f32_named("add_scaled", "y")?;
+    par::rows(x.as_f32_mut()?, 1, 1, |first, x| {
+        let b = &b[first..first + x.len()];
+        for (x, y) in x.iter_mut().zip(b) {
+            *x += factor * y;
+        }
+    });
+    Ok(())
+}
+
 /// `x / (1 + exp(-x))`.
 pub fn silu(x: &Tensor) -> Result<Tensor> {
     map("silu", x, |x, out| {

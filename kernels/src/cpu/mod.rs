@@ -7,6 +7,7 @@ pub(crate) mod embedding;
 pub(crate) mod gemm;
 pub(crate) mod group_norm;
 pub(crate) mod linear;
+pub mod memory;
 pub(crate) mod moe;
 pub(crate) mod norm;
 pub(crate) mod par;

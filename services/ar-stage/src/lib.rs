@@ -92,6 +92,7 @@ impl ArStageConfig {
                 decoder: false,
                 encoder: true,
             },
+            tiles: model::vae::Tiles::Whole,
         }))
     }
 }

@@ -2,24 +2,24 @@
 //!
 //! Prefixes, latents, what a job keeps between steps and what a decode takes follow from sizes. What a step
 //! takes besides is measured when the worker starts, at two sizes, and is a line in tokens.
-use std::{fs, path::Path, sync::Arc};
+mod rehearsal;
+mod system;
+
+use std::sync::Arc;
 
 use base::Failure;
-use model::{JobOptions, JobSpec, Latents, PrefixKv, StepCache, VaeConfig, vae::Tiles};
+use model::{JobOptions, JobSpec, PrefixKv, StepCache, VaeConfig, vae::Tiles};
 use stage::{Ranks, StageError};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::{
     denoiser::{NewsPlan, RankJob},
     order::Order,
+    places::{Held, Places},
 };
 
-const STATUS: &str = "/proc/self/status";
-const MACHINE: &str = "/proc/meminfo";
-/// Writing 5 to it makes the peak what is resident now.
-const RESET: &str = "/proc/self/clear_refs";
-/// Bytes of one permit: a reservation is rounded up to it.
-const UNIT: u64 = 16 << 10;
+pub use rehearsal::{Load, Rehearsal, rehearse};
+pub use system::{peak_bytes, reset_peak, resident_bytes};
+
 /// Guidance of the measured pictures.
 const GUIDANCE: f64 = 2.0;
 /// Activations of a residual block that are there at once: input, first result, its norm, second result.
@@ -30,6 +30,10 @@ const TILED_COPIES: u64 = 4;
 const TILED_SHARED: u64 = 2;
 /// Of each lower resolution, buffers that are kept for reuse and find none.
 const DECODE_KEPT: usize = 3;
+
+/// What steps and decodes take beyond their buffers, as a share: one that is used again may be larger than what it
+/// is used for. Seen: 5 to 8 %.
+const REUSE: f64 = 0.06;
 
 /// Bytes that grow with a size.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -47,6 +51,13 @@ impl Line {
         let each = large.1.saturating_sub(small.1) as f64 / apart;
         let base = (small.1 as f64 - each * small.0 as f64).max(0.0);
         Self { base, each }
+    }
+
+    fn with_reuse(self) -> Self {
+        Self {
+            base: self.base * (1.0 + REUSE),
+            each: self.each * (1.0 + REUSE),
+        }
     }
 
     fn at(&self, size: usize) -> u64 {
@@ -102,7 +113,7 @@ impl Costs {
         let small = info.buckets.iter().min_by_key(area).ok_or_else(nothing)?;
         let large = info.buckets.iter().max_by_key(area).ok_or_else(nothing)?;
         let resident = resident_bytes()?;
-        forget_peak();
+        system::forget_peak();
         let mut steps = Vec::new();
         // The smaller one first: what it leaves behind hides nothing of the larger one.
         for bucket in [(cell, cell), (small.height, small.width)] {
@@ -112,8 +123,8 @@ impl Costs {
         let largest = large.height / cell * (large.width / cell);
         Ok(Self {
             resident,
-            step: Line::through(steps[0], steps[1]),
-            decode: decode_line(&config.vae),
+            step: Line::through(steps[0], steps[1]).with_reuse(),
+            decode: decode_line(&config.vae).with_reuse(),
             tiles: tile_costs(ranks),
             largest,
             prefix_token: (info.kv.elements_per_token() * size_of::<f32>()) as u64,
@@ -198,18 +209,23 @@ pub(crate) struct Ledger {
     prices: Prices,
     /// For requests, in bytes.
     room: u64,
-    free: Arc<Semaphore>,
+    places: Places,
 }
 
 impl Ledger {
-    /// `budget` is what the process may have in all; `None`: what the machine has free now.
+    /// `budget` is what the process may have in all; `None`: what the machine has free now. At most `places`
+    /// requests are in at once, urgent ones aside.
     ///
     /// # Errors
     /// `Config` naming `memory` when not even an empty worker fits; reading what the machine has.
-    pub(crate) fn new(costs: Costs, budget: Option<u64>) -> Result<Self, StageError> {
+    pub(crate) fn new(
+        costs: Costs,
+        budget: Option<u64>,
+        places: usize,
+    ) -> Result<Self, StageError> {
         let budget = match budget {
             Some(bytes) => bytes,
-            None => resident_bytes()? + field(Path::new(MACHINE), "MemAvailable:")?,
+            None => resident_bytes()? + system::available_bytes()?,
         };
         let taken = costs.resident + costs.fixed();
         let room = budget.checked_sub(taken).ok_or_else(|| {
@@ -219,168 +235,63 @@ impl Ledger {
             StageError::config("memory", message)
         })?;
         tracing::info!(budget, taken, room, "memory for requests");
-        Ok(Self::of(Prices::Host(Box::new(costs)), room))
+        Ok(Self::of(Prices::Host(Box::new(costs)), room, places))
     }
 
     /// Of the GPUs that `ranks` have; the host only passes things on.
     #[cfg(feature = "cuda")]
-    pub(crate) fn on_gpus(ranks: &Arc<Ranks>) -> Self {
+    pub(crate) fn on_gpus(ranks: &Arc<Ranks>, places: usize) -> Self {
         let room = ranks.gpus().map_or(0, stage::GpuRanks::room) as u64;
         tracing::info!(room, "memory for requests on each GPU");
-        Self::of(Prices::Device(Arc::clone(ranks)), room)
+        Self::of(Prices::Device(Arc::clone(ranks)), room, places)
     }
 
-    fn of(prices: Prices, room: u64) -> Self {
-        let permits = usize::try_from(room / UNIT).unwrap_or(Semaphore::MAX_PERMITS);
+    fn of(prices: Prices, room: u64, places: usize) -> Self {
         Self {
             prices,
             room,
-            free: Arc::new(Semaphore::new(permits.min(Semaphore::MAX_PERMITS))),
+            places: Places::new(places, room),
         }
     }
 
-    /// Permits of a request.
+    /// Bytes of a request.
     ///
     /// # Errors
     /// A request that would never fit, naming `size`.
-    pub(crate) fn permits(&self, order: &Order) -> Result<u32, StageError> {
-        let bytes = self.prices.job(order);
-        if bytes.div_ceil(UNIT) > self.room / UNIT {
-            let room = self.room;
-            let message = format!(
-                "size: {}x{} with these prompts takes {bytes} bytes, this worker has {room}",
-                order.width, order.height
-            );
-            return Err(StageError::Other(Failure::invalid("size", message)));
+    pub(crate) fn bytes(&self, order: &Order) -> Result<u64, StageError> {
+        let (bytes, room) = (self.prices.job(order), self.room);
+        if bytes <= room {
+            return Ok(bytes);
         }
-        u32::try_from(bytes.div_ceil(UNIT)).map_err(|_| {
-            let message = format!("size: {bytes} bytes are too many for one request");
-            StageError::Other(Failure::invalid("size", message))
-        })
+        let message = format!(
+            "size: {}x{} with these prompts takes {bytes} bytes, this worker has {room}",
+            order.width, order.height
+        );
+        Err(StageError::Other(Failure::invalid("size", message)))
     }
 
-    /// Takes the permits if they are free.
-    pub(crate) fn try_take(&self, permits: u32) -> Option<OwnedSemaphorePermit> {
-        Arc::clone(&self.free).try_acquire_many_owned(permits).ok()
+    /// Takes the bytes if they are free and nobody comes first.
+    pub(crate) fn try_take(&self, bytes: u64, order: &Order) -> Option<Held> {
+        self.places.try_take(bytes, &order.terms())
     }
 
-    /// Waits for the permits, in order of arrival.
+    /// Waits for the bytes.
     ///
     /// # Errors
     /// `Draining`, which would be a defect: the ledger is never closed.
-    pub(crate) async fn take(&self, permits: u32) -> Result<OwnedSemaphorePermit, StageError> {
-        let taken = Arc::clone(&self.free).acquire_many_owned(permits).await;
-        taken.map_err(|_| StageError::Draining)
+    pub(crate) async fn take(&self, bytes: u64, order: &Order) -> Result<Held, StageError> {
+        self.places.take(bytes, &order.terms()).await
     }
 
     /// Bytes that requests may still reserve.
     pub(crate) fn free(&self) -> u64 {
-        self.free.available_permits() as u64 * UNIT
+        self.places.free()
     }
 
     /// Bytes reserved now.
     pub(crate) fn reserved(&self) -> u64 {
-        self.room / UNIT * UNIT - self.free.available_permits() as u64 * UNIT
+        self.room - self.free()
     }
-}
-
-/// What the ledger said, and what was seen.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Rehearsal {
-    /// Resident before any request, in bytes.
-    pub resident: u64,
-    /// The most that the ledger expected, in bytes.
-    pub predicted: u64,
-    /// The most that was resident, in bytes.
-    pub peak: u64,
-}
-
-/// The requests of a rehearsal, all alike.
-#[derive(Debug, Clone, Copy)]
-pub struct Load {
-    /// How many run at once.
-    pub requests: usize,
-    /// Pixels down and across.
-    pub size: (usize, usize),
-    /// Tokens of each prefix.
-    pub prefix: u32,
-    /// Steps of each.
-    pub steps: usize,
-}
-
-/// Runs guided requests in one batch while a picture is decoded, and holds the ledger against it.
-///
-/// # Errors
-/// Those of the model, and of reading what is resident.
-pub fn rehearse(ranks: &Ranks, load: Load) -> Result<Rehearsal, StageError> {
-    let costs = Costs::measure(ranks, &StepCache::Off)?;
-    let info = ranks.info();
-    let handle = proto::v1::PrefixHandle {
-        tokens: load.prefix,
-        ..Default::default()
-    };
-    let order = Order {
-        request_id: String::new(),
-        height: load.size.0,
-        width: load.size.1,
-        steps: load.steps,
-        guidance: GUIDANCE,
-        seed: 0,
-        cond: handle.clone(),
-        uncond: Some(handle),
-        output: None,
-        epoch: 0,
-        transfer_timeout: None,
-        resume: None,
-        news: NewsPlan::default(),
-        class: crate::batch::Class::Standard,
-        arrived: base::clock::now(),
-    };
-    let grid = (load.size.0 / costs.cell, load.size.1 / costs.cell);
-    let fixed = costs.step.at(0) + costs.decoding(grid.0 * grid.1);
-    let predicted = costs.resident + fixed + load.requests as u64 * costs.job(&order);
-    reset_peak()?;
-    let values = info.kv.elements_per_token() * load.prefix as usize;
-    let prefix = || {
-        Ok::<_, StageError>(Arc::new(PrefixKv::new(
-            info.kv,
-            load.prefix as usize,
-            filled(values),
-        )?))
-    };
-    let mut jobs = Vec::new();
-    for seed in 0..load.requests as u64 {
-        let spec = JobSpec {
-            height: load.size.0,
-            width: load.size.1,
-            steps: load.steps,
-            guidance: GUIDANCE,
-            seed,
-            cond: Some(prefix()?),
-            uncond: Some(prefix()?),
-        };
-        let (options, news) = (JobOptions::default(), NewsPlan::default());
-        jobs.push(RankJob::new(ranks, &spec, &options, news)?);
-    }
-    std::thread::scope(|scope| {
-        let decoding = scope.spawn(|| {
-            let channels = ranks.first().config().vae.latent_channels;
-            let values = filled(channels * grid.0 * grid.1);
-            let latents = Latents::new(channels, grid.0, grid.1, values)?;
-            ranks.decode(&latents)?;
-            Ok::<_, StageError>(())
-        });
-        for _ in 0..load.steps {
-            RankJob::step_together(ranks, &mut jobs)?;
-        }
-        let stopped = |_| StageError::EngineStopped { engine: "decode" };
-        decoding.join().map_err(stopped)?
-    })?;
-    Ok(Rehearsal {
-        resident: costs.resident,
-        predicted,
-        peak: peak_bytes()?,
-    })
 }
 
 /// Small numbers, none of them zero: untouched zeros take no memory.
@@ -445,53 +356,6 @@ fn tile_costs(ranks: &Ranks) -> Option<TileCosts> {
     })
 }
 
-/// Bytes resident now.
-///
-/// # Errors
-/// `Io` or `Config` where the system does not say.
-pub fn resident_bytes() -> Result<u64, StageError> {
-    field(Path::new(STATUS), "VmRSS:")
-}
-
-/// Most bytes that were resident since the peak was last reset.
-///
-/// # Errors
-/// `Io` or `Config` where the system does not say.
-pub fn peak_bytes() -> Result<u64, StageError> {
-    field(Path::new(STATUS), "VmHWM:")
-}
-
-/// Makes the peak what is resident now.
-///
-/// # Errors
-/// `Io` where the system does not let us.
-pub fn reset_peak() -> Result<(), StageError> {
-    fs::write(RESET, "5").map_err(|source| StageError::Io {
-        what: format!("write {RESET}"),
-        source,
-    })
-}
-
-/// Where the peak cannot be reset, what the model took while it was loaded hides what it takes now.
-fn forget_peak() {
-    if let Err(error) = reset_peak() {
-        tracing::warn!(%error, "memory is measured from the highest so far");
-    }
-}
-
-fn field(file: &Path, name: &str) -> Result<u64, StageError> {
-    let text = fs::read_to_string(file).map_err(|source| StageError::Io {
-        what: format!("read {}", file.display()),
-        source,
-    })?;
-    text.lines()
-        .find_map(|line| line.strip_prefix(name))
-        .and_then(|rest| rest.trim().strip_suffix("kB"))
-        .and_then(|kib| kib.trim().parse::<u64>().ok())
-        .map(|kib| kib * 1024)
-        .ok_or_else(|| StageError::config("memory", format!("{} has no {name}", file.display())))
-}
-
 #[cfg(test)]
 mod tests {
     use base::Fault as _;
@@ -549,14 +413,15 @@ mod tests {
     fn only_what_fits_comes_in_and_what_leaves_makes_room() {
         let taken = costs().resident + costs().fixed();
         let one = costs().job(&order(4, 100));
-        let ledger = Ledger::new(costs(), Some(taken + 2 * one + 4 * UNIT)).unwrap();
-        let permits = ledger.permits(&order(4, 100)).unwrap();
-        let first = ledger.try_take(permits).unwrap();
-        let _second = ledger.try_take(permits).unwrap();
-        assert!(ledger.try_take(permits).is_none());
-        assert!(ledger.reserved() >= 2 * one);
+        let ledger = Ledger::new(costs(), Some(taken + 2 * one + 4), 9).unwrap();
+        let request = order(4, 100);
+        let bytes = ledger.bytes(&request).unwrap();
+        let first = ledger.try_take(bytes, &request).unwrap();
+        let _second = ledger.try_take(bytes, &request).unwrap();
+        assert!(ledger.try_take(bytes, &request).is_none());
+        assert_eq!(ledger.reserved(), 2 * one);
         drop(first);
-        assert!(ledger.try_take(permits).is_some());
+        assert!(ledger.try_take(bytes, &request).is_some());
     }
 
     #[test]
@@ -577,11 +442,11 @@ mod tests {
     #[test]
     fn what_can_never_fit_is_refused_by_name() {
         let taken = costs().resident + costs().fixed();
-        let ledger = Ledger::new(costs(), Some(taken + (1 << 18))).unwrap();
-        assert!(ledger.permits(&order(2, 10)).is_ok());
-        let error = ledger.permits(&order(2, 1_000)).unwrap_err();
+        let ledger = Ledger::new(costs(), Some(taken + (1 << 18)), 9).unwrap();
+        assert!(ledger.bytes(&order(2, 10)).is_ok());
+        let error = ledger.bytes(&order(2, 1_000)).unwrap_err();
         assert_eq!(error.field(), Some("size"), "{error}");
-        let error = Ledger::new(costs(), Some(taken - 1)).unwrap_err();
+        let error = Ledger::new(costs(), Some(taken - 1), 9).unwrap_err();
         assert!(error.to_string().contains("memory"), "{error}");
     }
 
@@ -593,31 +458,5 @@ mod tests {
             (1_500, 3_500, 2_500)
         );
         assert_eq!(Line::through((10, 900), (30, 800)).at(1_000), 900);
-    }
-
-    #[test]
-    fn the_peak_is_seen_and_can_be_forgotten() {
-        reset_peak().unwrap();
-        let before = peak_bytes().unwrap();
-        let large = vec![1_u8; 64 << 20];
-        assert!(
-            std::hint::black_box(&large)
-                .iter()
-                .step_by(4096)
-                .all(|b| *b == 1)
-        );
-        let held = peak_bytes().unwrap();
-        assert!(held >= before + (48 << 20));
-        drop(large);
-        // Other tests of this process take and free memory meanwhile.
-        let forgotten = (0..200).any(|_| {
-            reset_peak().unwrap();
-            let fell = peak_bytes().unwrap() + (32 << 20) < held;
-            if !fell {
-                std::thread::sleep(std::time::Duration::from_millis(100));
-            }
-            fell
-        });
-        assert!(forgotten, "the peak stays at {held}");
     }
 }

@@ -15,6 +15,7 @@ mod mixed;
 mod order;
 mod pace;
 mod picture;
+mod places;
 mod service;
 pub mod steps;
 
@@ -86,9 +87,6 @@ impl DitWorkerConfig {
         if self.balance.eplb.enabled {
             return refused("eplb_interval", "is not built");
         }
-        if self.tiles != model::vae::Tiles::Whole {
-            return refused("vae_tiles", "is not built");
-        }
         if self.memory.is_some() {
             return refused("memory", "is that of the host, see gpu_memory");
         }
@@ -120,6 +118,7 @@ impl DitWorkerConfig {
                 decoder: true,
                 encoder: false,
             },
+            tiles: self.tiles,
         }))
     }
 }

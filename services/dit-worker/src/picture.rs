@@ -1,5 +1,5 @@
 //! From latents to a PNG, off the step loop.
-use base::{Code, Failure, clock};
+use base::{Code, Failure};
 use model::{Latents, RgbImage, preprocess::scaled};
 use proto::v1::DenoiseImage;
 use stage::{Ranks, StageError};
@@ -8,24 +8,19 @@ use stage::{Ranks, StageError};
 #[derive(Debug)]
 pub(crate) struct Picture {
     pub(crate) image: DenoiseImage,
+    /// Decoding and making the file, without waiting for either.
     pub(crate) decode_ms: f64,
 }
 
-/// Decodes and encodes; `output` is the height and width that the picture is scaled to, if it is.
-pub(crate) fn make(
-    ranks: &Ranks,
-    latents: &Latents,
+/// The file of a decoded picture; `output` is the height and width that it is scaled to, if it is.
+pub(crate) fn file(
+    mut image: RgbImage,
     output: Option<(usize, usize)>,
-) -> Result<Picture, StageError> {
-    let start = clock::now();
-    let mut image = decoded(ranks, latents)?;
+) -> Result<DenoiseImage, StageError> {
     if let Some((height, width)) = output {
         image = scaled(&image, height, width);
     }
-    Ok(Picture {
-        image: encoded(&image)?,
-        decode_ms: clock::millis_since(start),
-    })
+    encoded(&image)
 }
 
 /// The picture of latents, by the worker's decoder.

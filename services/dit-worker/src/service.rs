@@ -25,7 +25,7 @@ use registry::{Load, Role};
 use schedule::cost::Constants;
 use stage::{Engine, Gate, RankLoad, Ranks, Stage, StageError, info};
 use telemetry::{Metrics, names as metric, trace::within};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, SemaphorePermit, mpsc};
+use tokio::sync::{Semaphore, mpsc};
 use tokio_stream::{Stream, wrappers::ReceiverStream};
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, service::RoutesBuilder};
@@ -39,7 +39,9 @@ use crate::{
     former::Forming,
     ledger::{Costs, Ledger},
     order::Order,
-    pace, picture,
+    pace,
+    picture::{self, Picture},
+    places::Held,
     steps::{StepLoop, Ticket},
 };
 
@@ -54,12 +56,12 @@ pub struct DitWorker {
     decode: Engine,
     /// Draws cheap previews.
     preview: Engine,
+    /// Makes files of pictures, while the next one is decoded.
+    encode: Engine,
     loaded: OnceLock<Loaded>,
     client: KvClient,
     config: DitWorkerConfig,
     metrics: Metrics,
-    /// Requests that hold their prefixes in memory.
-    resident: Semaphore,
     /// Requests inside, waiting ones included.
     inside: Semaphore,
     bound: usize,
@@ -83,19 +85,18 @@ impl DitWorker {
         client: KvClient,
         metrics: Metrics,
     ) -> Result<Self, StageError> {
-        let resident = config.limits.max_rows + FETCHED_AHEAD;
-        let bound = resident + config.max_queue;
+        let bound = places(&config) + config.max_queue;
         Ok(Self {
             member_id: MemberId::generate(),
             gate: Gate::new(),
             prepare: Engine::start("prepare", bound)?,
             decode: Engine::start("decode", bound * (1 + MAX_PREVIEWS as usize))?,
             preview: Engine::start("preview", bound * MAX_PREVIEWS as usize)?,
+            encode: Engine::start("encode", bound * (1 + MAX_PREVIEWS as usize))?,
             loaded: OnceLock::new(),
             client,
             config,
             metrics,
-            resident: Semaphore::new(resident),
             inside: Semaphore::new(bound),
             bound,
         })
@@ -129,9 +130,11 @@ impl DitWorker {
                 queue: "dit-worker",
                 bound: self.config.max_queue,
             })?;
-        let permits = loaded.ledger.permits(&order)?;
+        let bytes = loaded.ledger.bytes(&order)?;
         let begin = async {
-            let resident = self.wait_for_memory(loaded, permits, events).await?;
+            let resident = self
+                .wait_for_memory(loaded, (&order, bytes), events)
+                .await?;
             let (job, leases) = self.prepare(loaded, &order, events).await?;
             Ok((job, leases, resident))
         };
@@ -149,14 +152,10 @@ impl DitWorker {
             hand_over(&state, &order, events).await?;
             return Err(StageError::Draining);
         }
-        let (ranks, latents) = (Arc::clone(&loaded.ranks), state.latents.clone());
-        let output = order.output;
-        let decode = self
-            .decode
-            .run(move || picture::make(&ranks, &latents, output));
-        let decode = within(telemetry::hop!("decode"), decode);
+        let make = self.make(&loaded.ranks, state.latents.clone(), order.output);
+        let make = within(telemetry::hop!("decode"), make);
         let picture = tokio::select! {
-            picture = decode => picture??,
+            picture = make => picture?,
             () = stop.cancelled() => {
                 hand_over(&state, &order, events).await?;
                 return Err(StageError::Draining);
@@ -212,6 +211,26 @@ impl DitWorker {
             .map_err(|_| StageError::EngineStopped { engine: "denoise" })?
     }
 
+    /// The picture of latents as a file; `output` is the height and width that it is scaled to, if it is. It is
+    /// decoded in line with the others, and its file made while the next one is decoded.
+    async fn make(
+        &self,
+        ranks: &Arc<Ranks>,
+        latents: Latents,
+        output: Option<(usize, usize)>,
+    ) -> Result<Picture, StageError> {
+        let ranks = Arc::clone(ranks);
+        let decode = move || timed(|| picture::decoded(&ranks, &latents));
+        let (image, decoding) = self.decode.run(decode).await?;
+        let image = image?;
+        let encode = move || timed(|| picture::file(image, output));
+        let (image, encoding) = self.encode.run(encode).await?;
+        Ok(Picture {
+            image: image?,
+            decode_ms: decoding + encoding,
+        })
+    }
+
     /// A preview of latents: cheap ones beside the decoder, decoded ones in line with finished pictures, so
     /// that one decoder's memory is enough.
     async fn preview(
@@ -221,11 +240,7 @@ impl DitWorker {
         vae: bool,
     ) -> Result<DenoisePreview, StageError> {
         let image = if vae {
-            let ranks = Arc::clone(&loaded.ranks);
-            let made = self
-                .decode
-                .run(move || picture::make(&ranks, &latents, None));
-            made.await??.image
+            self.make(&loaded.ranks, latents, None).await?.image
         } else {
             let map = loaded.preview.clone();
             let draw = move || {
@@ -246,18 +261,14 @@ impl DitWorker {
     async fn wait_for_memory(
         &self,
         loaded: &Loaded,
-        permits: u32,
+        (order, bytes): (&Order, u64),
         events: &Events,
-    ) -> Result<(SemaphorePermit<'_>, OwnedSemaphorePermit), StageError> {
-        if let Ok(place) = self.resident.try_acquire()
-            && let Some(memory) = loaded.ledger.try_take(permits)
-        {
-            return Ok((place, memory));
+    ) -> Result<Held, StageError> {
+        if let Some(held) = loaded.ledger.try_take(bytes, order) {
+            return Ok(held);
         }
         queued(events, self.inside().saturating_sub(1)).await?;
-        let place = self.resident.acquire().await;
-        let place = place.map_err(|_| StageError::Draining)?;
-        Ok((place, loaded.ledger.take(permits).await?))
+        loaded.ledger.take(bytes, order).await
     }
 
     /// Counts what was fetched.
@@ -354,16 +365,28 @@ impl Loaded {
 fn ledger(
     ranks: &Arc<Ranks>,
     cache: &StepCache,
-    memory: Option<u64>,
+    (memory, places): (Option<u64>, usize),
 ) -> Result<Ledger, StageError> {
     #[cfg(feature = "cuda")]
     if ranks.gpus().is_some() {
         warm_up(ranks)?;
-        return Ok(Ledger::on_gpus(ranks));
+        return Ok(Ledger::on_gpus(ranks, places));
     }
     let costs = Costs::measure(ranks, cache)?;
     warm_up(ranks)?;
-    Ledger::new(costs, memory)
+    Ledger::new(costs, memory, places)
+}
+
+/// Requests in memory: those of a full step, and one that is fetched ahead.
+fn places(config: &DitWorkerConfig) -> usize {
+    config.limits.max_rows + FETCHED_AHEAD
+}
+
+/// What work made, and the milliseconds that it took.
+fn timed<T>(work: impl FnOnce() -> T) -> (T, f64) {
+    let start = clock::now();
+    let made = work();
+    (made, clock::millis_since(start))
 }
 
 /// The work's result, unless the worker stops first.
@@ -440,7 +463,7 @@ impl Stage for DitWorker {
         let (balance, residency) = (self.config.balance, self.config.residency);
         let tiles = self.config.tiles;
         let cache = self.config.step_cache.clone();
-        let memory = self.config.memory;
+        let memory = (self.config.memory, places(&self.config));
         let device = self.config.on_gpus()?;
         let (ranks, preview, cache, ledger, costs) = self
             .prepare

@@ -13,8 +13,41 @@ const CHECKPOINT: &str = concat!(
     "/../../integration-tests/fixtures/golden/model"
 );
 
+/// Requests, side in pixels and prefix tokens of the kinds of each mix.
+const MIXES: [&[(usize, usize, u32)]; 4] = [
+    &[(6, 256, 700)],
+    &[(2, 512, 300), (4, 256, 100), (6, 128, 900)],
+    &[(1, 640, 50)],
+    &[(16, 128, 20)],
+];
+/// Number of the mix that a process of its own is to run.
+const MIX: &str = "OMNI_TEST_MIX";
+
 #[test]
-fn the_ledger_is_close_to_the_peak() {
+fn the_ledger_is_close_to_the_peak_for_every_mix() {
+    let mut errors = Vec::new();
+    for mix in 0..MIXES.len() {
+        // What one mix leaves behind would be there for the next.
+        let child = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--ignored", "--exact", "one_mix", "--nocapture"])
+            .env(MIX, mix.to_string())
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&child.stdout);
+        assert!(child.status.success(), "{said}");
+        let error = said.lines().find_map(|line| line.split("error ").nth(1));
+        eprintln!("{}", said.lines().find(|l| l.contains("error ")).unwrap());
+        errors.push(error.unwrap().parse::<f64>().unwrap());
+    }
+    // Which buffers two threads find for reuse is chance.
+    assert!(errors.iter().all(|e| e.abs() <= 0.05), "{errors:?}");
+}
+
+#[test]
+#[ignore = "run by the test above, in processes of its own"]
+#[allow(clippy::print_stdout)]
+fn one_mix() {
+    let mix: usize = std::env::var(MIX).unwrap().parse().unwrap();
     let load = RankLoad {
         parts: Parts::DENOISE,
         alone: Parts::DENOISE,
@@ -24,17 +57,16 @@ fn the_ledger_is_close_to_the_peak() {
         tiles: model::vae::Tiles::Whole,
     };
     let ranks = Ranks::open(Path::new(CHECKPOINT), load).unwrap();
-    let load = Load {
-        requests: 6,
-        size: (256, 256),
-        prefix: 700,
+    let load = |(requests, side, prefix): &(usize, usize, u32)| Load {
+        requests: *requests,
+        size: (*side, *side),
+        prefix: *prefix,
         steps: 2,
     };
-    let seen = rehearse(&ranks, load).unwrap();
+    let loads: Vec<Load> = MIXES[mix].iter().map(load).collect();
+    let seen = rehearse(&ranks, &loads).unwrap();
     let error = (seen.predicted as f64 - seen.peak as f64) / seen.peak as f64;
-    eprintln!("{seen:?} {error:+.3}");
-    // Seven runs: -5.1 to +1.6 per cent; which buffers two threads find for reuse is chance.
-    assert!(error.abs() <= 0.08, "{seen:?}: {error:+.3}");
+    println!("{:?}: {seen:?} error {error:+.4}", MIXES[mix]);
 }
 
 /// `OMNI_MODEL=DIR OMNI_SIDE=1024 cargo test -p dit-worker --test memory tiled -- --ignored --nocapture`

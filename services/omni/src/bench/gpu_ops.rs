@@ -295,6 +295,52 @@ pub(super) fn vae(
     }))
 }
 
+/// Time and memory of decoding in tiles and whole; the smaller one first.
+pub(super) fn tiles(
+    (ordinal, overlap): (usize, f64),
+    config: &model::ModelConfig,
+    (width, height): (usize, usize),
+    (rounds, seed): (usize, u64),
+) -> std::result::Result<Value, OmniError> {
+    use base::clock;
+    use model::{Latents, gpu::GpuVae, gpu::GpuVaeParts, vae::Tiles};
+
+    let gpu = Gpu::open(ordinal).map_err(gpu_error)?;
+    let (channels, factor) = (config.vae.latent_channels, config.vae.spatial_factor);
+    let (h, w) = (height / factor, width / factor);
+    let source = base::rng::Source::seeded(seed);
+    let unit = || (source.next_u64() >> 40) as f32 / (1_u32 << 23) as f32 - 1.0;
+    let data = (0..channels * h * w).map(|_| unit()).collect();
+    let latents = Latents::new(channels, h, w, data).map_err(model_error)?;
+    let decode = |tiles: Tiles| -> std::result::Result<(f64, usize), OmniError> {
+        let parts = GpuVaeParts {
+            decoder: true,
+            encoder: false,
+        };
+        let vae = GpuVae::random(&gpu, config, parts, seed).map_err(model_error)?;
+        let mut vae = vae.in_tiles(tiles);
+        let before = gpu.memory().map_err(gpu_error)?.free;
+        let mut ms = Vec::new();
+        for _ in 0..=rounds {
+            let begun = clock::now();
+            vae.decode(&latents).map_err(model_error)?;
+            ms.push(clock::millis_since(begun));
+        }
+        let after = gpu.memory().map_err(gpu_error)?.free;
+        Ok((median(&ms[1..]), before.saturating_sub(after)))
+    };
+    let (tiled_ms, tiled) = decode(Tiles::Overlapping(overlap))?;
+    let (whole_ms, whole) = decode(Tiles::Whole)?;
+    Ok(json!({
+        "overlap": overlap,
+        "tiled_decode_ms": tiled_ms,
+        "tiled_bytes": tiled,
+        "whole_decode_ms": whole_ms,
+        "whole_bytes": whole,
+        "share_of_memory": tiled as f64 / whole.max(1) as f64,
+    }))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -48,6 +48,9 @@ pub(crate) struct VaeArgs {
     /// Pixels, WIDTHxHEIGHT.
     #[arg(long, value_name = "WxH", default_value = "1024x1024")]
     size: String,
+    /// Decode in tiles as well that overlap by this fraction, and print what both take of the device's memory.
+    #[arg(long, value_name = "FRACTION")]
+    tiles: Option<f64>,
     /// Pictures to time.
     #[arg(long, default_value_t = 5)]
     rounds: usize,
@@ -179,7 +182,11 @@ mod with_gpu {
             return Err(bad(format!("size: sides must be multiples of {factor}")));
         }
         let run = (args.rounds, args.seed);
-        let measured = gpu_ops::vae(args.gpu, &config, (width, height), run)?;
+        let mut measured = gpu_ops::vae(args.gpu, &config, (width, height), run)?;
+        if let Some(overlap) = args.tiles {
+            let size = (width, height);
+            measured["tiles"] = gpu_ops::tiles((args.gpu, overlap), &config, size, run)?;
+        }
         let mut all = report("vae", measured);
         all["size"] = json!(args.size);
         Ok(all)

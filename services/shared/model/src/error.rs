@@ -86,6 +86,16 @@ pub enum ModelError {
     Internal(String),
 }
 
+impl From<kernels::memory::OutOfMemory> for ModelError {
+    fn from(lack: kernels::memory::OutOfMemory) -> Self {
+        Self::Exhausted {
+            what: "memory",
+            needed: lack.needed,
+            free: lack.free,
+        }
+    }
+}
+
 /// Whose problem an error is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorKind {

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use kernels::Tensor;
+use kernels::{Tensor, memory};
 use kv::KvGeometry;
 use parallel::eplb::LayerChange;
 use parallel::{Collective, Plan, RankContext};
@@ -346,7 +346,7 @@ impl Model {
     /// error is returned.
     ///
     /// # Errors
-    /// `Internal` when a job is done already or a part was not loaded.
+    /// `Internal` when a job is done already or a part was not loaded, `Exhausted` when memory runs out.
     pub fn denoise_step(
         &self,
         ctx: &RankContext,
@@ -373,7 +373,9 @@ impl Model {
             rank: &self.rank,
             ctx,
         };
-        agreed(ctx, modules.denoise_step(jobs, probe, observe))
+        // Jobs change when nothing can fail any more.
+        let stepped = memory::guarded(|| modules.denoise_step(jobs, probe, observe));
+        agreed(ctx, stepped.map_err(ModelError::from).flatten())
     }
 
     /// Ends a step for the balance of experts: at the end of an interval, hot experts get replicas and
@@ -386,12 +388,23 @@ impl Model {
         agreed(ctx, self.backbone()?.rebalance(ctx))
     }
 
+    /// For each of this rank's layers the load of the rank with the most choices of experts over the mean, in the last
+    /// whole interval of the balance of experts; empty before one has ended, and without a balance.
+    ///
+    /// # Errors
+    /// `Internal` when the decoder was not loaded.
+    pub fn imbalance(&self) -> Result<Vec<f64>, ModelError> {
+        Ok(self.backbone()?.imbalance())
+    }
+
     /// The picture of denoised latents.
     ///
     /// # Errors
-    /// `Internal` when the decoder was not loaded or the latents are not numbers.
+    /// `Internal` when the decoder was not loaded or the latents are not numbers, `Exhausted` when memory runs
+    /// out.
     pub fn decode(&self, _ctx: &RankContext, latents: &Latents) -> Result<RgbImage, ModelError> {
-        self.vae.decode(latents, self.tiles)
+        let decoded = memory::guarded(|| self.vae.decode(latents, self.tiles));
+        decoded.map_err(ModelError::from).flatten()
     }
 
     /// Like [`Model::decode`], the tiles dealt out over the ranks of `group`, which all make this call; each
@@ -407,8 +420,11 @@ impl Model {
         let Tiles::Overlapping(overlap) = self.tiles else {
             return self.vae.decode(latents, self.tiles);
         };
-        let values = self.vae.decode_values_over(group, latents, overlap)?;
-        RgbImage::from_unit_values(values.dim(0), values.dim(1), values.as_f32()?)
+        let decoded = memory::guarded(|| {
+            let values = self.vae.decode_values_over(group, latents, overlap)?;
+            RgbImage::from_unit_values(values.dim(0), values.dim(1), values.as_f32()?)
+        });
+        decoded.map_err(ModelError::from).flatten()
     }
 
     /// Whether pictures are decoded whole or in tiles.

@@ -20,11 +20,15 @@ use crate::weights::{Checkpoint, SINGLE_FILE, expected_tensors};
 
 /// Values that one piece of parallel work makes.
 const CHUNK: usize = 1 << 16;
+/// How names of the weights that choose experts end, `[experts, hidden]`.
+const ROUTER: &str = "gate.wg.weight";
 
 /// Makes every weight from its name and a seed.
 #[derive(Clone, Copy, Debug)]
 struct RandomWeights {
     seed: u64,
+    /// How much likelier some experts are than others; 0: not at all.
+    skew: f32,
 }
 
 impl WeightSource for RandomWeights {
@@ -44,13 +48,18 @@ impl WeightSource for RandomWeights {
             return Ok(Tensor::from_f32(shape, vec![value; numel])?);
         }
         let scale = random_scale(shape);
+        let (skew, width) = (self.skew, shape[1..].iter().product::<usize>().max(1));
+        // Larger rows of a router are chosen more often: those of the first experts, each a little less.
+        let router = skew > 0.0 && name.ends_with(ROUTER);
+        let larger = |index: usize| 1.0 + skew / (1 + index / width) as f32;
         let key = self.seed ^ name_hash(name);
         let mut data = vec![bf16::ZERO; numel];
         data.par_chunks_mut(CHUNK)
             .enumerate()
             .for_each(|(chunk, values)| {
                 for (value, index) in values.iter_mut().zip(chunk * CHUNK..) {
-                    *value = bf16::from_f32(unit(key, index as u64) * scale);
+                    let grown = if router { larger(index) } else { 1.0 };
+                    *value = bf16::from_f32(unit(key, index as u64) * scale * grown);
                 }
             });
         Ok(Tensor::from_bf16(shape, data)?)
@@ -92,12 +101,22 @@ impl Model {
         options: LoadOptions,
         seed: u64,
     ) -> Result<Self, ModelError> {
-        Self::build(
-            config,
-            Arc::new(RandomWeights { seed }),
-            options,
-            format!("random-{seed}"),
-        )
+        Self::random_skewed(config, options, (seed, 0.0))
+    }
+
+    /// Like [`Model::random`], with experts that are chosen the more often the lower their number: the router's row of
+    /// expert `e` is 1 + `skew` / (1 + e) times as long.
+    ///
+    /// # Errors
+    /// Those of [`Model::random`].
+    pub fn random_skewed(
+        config: ModelConfig,
+        options: LoadOptions,
+        (seed, skew): (u64, f32),
+    ) -> Result<Self, ModelError> {
+        let weights = RandomWeights { seed, skew };
+        let name = format!("random-{seed}");
+        Self::build(config, Arc::new(weights), options, name)
     }
 
     /// The same model from a checkpoint file that is written into `dir` first, so that layers can be read
@@ -111,7 +130,8 @@ impl Model {
         seed: u64,
         dir: &Path,
     ) -> Result<Self, ModelError> {
-        RandomWeights { seed }.store(&config, dir)?;
+        let skew = 0.0;
+        RandomWeights { seed, skew }.store(&config, dir)?;
         Self::stored(config, options, dir)
     }
 
@@ -185,7 +205,7 @@ mod tests {
 
         fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError> {
             self.0.lock().unwrap().insert(name.into(), shape.to_vec());
-            RandomWeights { seed: 0 }.tensor(name, shape)
+            RandomWeights { seed: 0, skew: 0.0 }.tensor(name, shape)
         }
     }
 
@@ -238,7 +258,7 @@ mod tests {
     #[test]
     fn weights_depend_on_name_and_seed_and_have_the_stated_variance() {
         let make = |seed, name: &str| {
-            let source = RandomWeights { seed };
+            let source = RandomWeights { seed, skew: 0.0 };
             source.tensor(name, &[300, 400]).unwrap().to_f32_vec()
         };
         let values = make(1, "a.weight");
@@ -254,7 +274,7 @@ mod tests {
 
     #[test]
     fn norms_are_one_and_biases_zero() {
-        let source = RandomWeights { seed: 1 };
+        let source = RandomWeights { seed: 1, skew: 0.0 };
         assert_eq!(
             source.tensor("n.weight", &[3]).unwrap().to_f32_vec(),
             [1.0; 3]
@@ -263,5 +283,21 @@ mod tests {
             source.tensor("n.bias", &[3]).unwrap().to_f32_vec(),
             [0.0; 3]
         );
+    }
+
+    #[test]
+    fn a_skew_lengthens_the_rows_of_routers_and_nothing_else() {
+        let of = |skew: f32, name: &str| {
+            let source = RandomWeights { seed: 3, skew };
+            source.tensor(name, &[4, 64]).unwrap().to_f32_vec()
+        };
+        let router = "model.layers.0.mlp.gate.wg.weight";
+        let (even, skewed) = (of(0.0, router), of(1.0, router));
+        for (index, (a, b)) in even.iter().zip(&skewed).enumerate() {
+            let want = a * (1.0 + 1.0 / (1 + index / 64) as f32);
+            assert!((b - want).abs() <= want.abs() / 64.0, "{index}: {b} {want}");
+        }
+        let other = "model.layers.0.mlp.shared_mlp.down_proj.weight";
+        assert_eq!(of(0.0, other), of(1.0, other));
     }
 }

@@ -62,6 +62,28 @@ fn decoded_pictures_equal_those_of_the_cpu() {
 
 #[test]
 #[ignore = "needs a Hopper GPU"]
+fn pictures_decoded_in_tiles_equal_those_of_the_cpu() {
+    let (cpu, vae) = sides();
+    let tiles = Tiles::Overlapping(0.25);
+    let mut vae = vae.in_tiles(tiles);
+    let config = &cpu.config().vae;
+    let tile = config.sample_size / config.spatial_factor;
+    for (height, width) in [(tile, tile), (2 * tile + 1, tile - 1), (tile + 3, 2 * tile)] {
+        let data = values(height as u64, config.latent_channels * height * width);
+        let latents = Latents::new(config.latent_channels, height, width, data).unwrap();
+        let want = cpu.vae().decode_values(&latents, tiles).unwrap();
+        let got = vae.decode_values(&latents).unwrap();
+        assert_eq!(got.shape(), want.shape());
+        let error = relative(got.as_f32().unwrap(), want.as_f32().unwrap());
+        assert!(error < TOLERANCE, "{height} x {width}: {error}");
+        let (image, exact) = (vae.decode(&latents), cpu.vae().decode(&latents, tiles));
+        let (image, exact) = (image.unwrap(), exact.unwrap());
+        assert_eq!((image.width, image.height), (exact.width, exact.height));
+    }
+}
+
+#[test]
+#[ignore = "needs a Hopper GPU"]
 fn encoded_pictures_equal_those_of_the_cpu() {
     let (cpu, mut vae) = sides();
     let side = cpu.config().vae.spatial_factor;

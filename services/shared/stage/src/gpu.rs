@@ -12,7 +12,7 @@ use model::{
         GpuGroup, GpuModel, GpuNeeds, GpuOptions, GpuPrefix, GpuShare, GpuVae, GpuVaeParts,
         PrefixPort, WeightType,
     },
-    vae::Posterior,
+    vae::{Posterior, Tiles},
 };
 use parallel::Plan;
 use telemetry::{Metrics, names};
@@ -43,6 +43,8 @@ pub struct GpuLoad {
     pub max_rows: usize,
     /// What is done with pictures.
     pub vae: GpuVaeParts,
+    /// Whether they are decoded whole or in tiles.
+    pub tiles: Tiles,
 }
 
 /// The ranks of one plan on GPUs.
@@ -152,7 +154,12 @@ impl GpuLoad {
 
     fn needs(&self, config: &ModelConfig, plan: &Plan) -> Result<GpuNeeds, StageError> {
         let largest = largest_grid(config)?;
-        let vae = (self.vae, largest.0 * largest.1);
+        // Pictures are encoded whole.
+        let piece = match self.vae.encoder {
+            true => largest,
+            false => self.tiles.largest(&config.vae, largest),
+        };
+        let vae = (self.vae, piece.0 * piece.1);
         Ok(GpuNeeds::new(config, plan, &self.options(), vae)?)
     }
 
@@ -252,7 +259,7 @@ impl GpuRanks {
         let ports = ports.collect::<Result<_, ModelError>>()?;
         // A handle of its own has a stream of its own: pictures are decoded beside the steps.
         let beside = Gpu::open(fit.ordinals[0]).map_err(refused)?;
-        let mut vae = GpuVae::open(&beside, &load.dir, load.vae)?;
+        let mut vae = GpuVae::open(&beside, &load.dir, load.vae)?.in_tiles(load.tiles);
         let (height, width) = largest_grid(config)?;
         vae.reserve(height, width)?;
         let first = &models[0];
@@ -468,6 +475,7 @@ mod tests {
                 decoder: true,
                 encoder: false,
             },
+            tiles: Tiles::Whole,
         };
         (ModelConfig::from_dir(&load.dir).unwrap(), load)
     }

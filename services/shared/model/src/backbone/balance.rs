@@ -92,6 +92,12 @@ impl Balance {
         state.placement(layer).cloned()
     }
 
+    /// By layer: the load of the busiest rank over the mean in the last whole interval.
+    pub(super) fn imbalance(&self) -> Vec<f64> {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.imbalance().to_vec()
+    }
+
     /// What layer `layer` of this rank counts in.
     pub(super) fn counter(&self, layer: usize) -> Option<Counter> {
         self.counters.get(layer).cloned()

@@ -120,6 +120,12 @@ impl Backbone {
         Ok(changes)
     }
 
+    /// See [`crate::Model::imbalance`].
+    pub(crate) fn imbalance(&self) -> Vec<f64> {
+        let balance = self.balance.as_ref();
+        balance.map_or_else(Vec::new, |balance| balance.imbalance())
+    }
+
     /// Refuses a context of another rank, and experts whose places are not known.
     fn check(&self, ctx: &RankContext) -> Result<(), ModelError> {
         self.rank.check(ctx)?;

@@ -6,7 +6,7 @@
 use std::path::Path;
 use std::str::FromStr;
 
-use kernels::Tensor;
+use kernels::{Tensor, add_scaled};
 
 use super::bands::low_band;
 use super::job::TimeVectors;
@@ -288,7 +288,7 @@ pub(super) struct History {
     step: usize,
     /// The hidden states and their differences by steps, or the change through the decoder.
     kept: Vec<Tensor>,
-    /// Relative change of the change through the decoder since the last step that ran.
+    /// Relative change of the change through the decoder since the last step that ran, under a threshold of 0.
     moved: Option<f64>,
 }
 
@@ -308,12 +308,14 @@ impl History {
         let mut moved = None;
         match cache {
             StepCache::Off => kept.clear(),
-            StepCache::Tea(_) => {
+            StepCache::Tea(tea) => {
                 let input = input.ok_or_else(|| {
                     ModelError::Internal("the last stage has no input to compare with".into())
                 })?;
                 combine(&mut kept[0], input, -1.0)?;
-                if let Some(before) = self.kept.first() {
+                // Only a calibration asks.
+                let asked = tea.threshold == 0.0;
+                if let Some(before) = self.kept.first().filter(|_| asked) {
                     moved = Some(relative(kept[0].as_f32()?, before.as_f32()?));
                 }
             }
@@ -373,11 +375,7 @@ impl History {
 
 /// `to += factor · from`.
 fn combine(to: &mut Tensor, from: &Tensor, factor: f32) -> Result<(), ModelError> {
-    let from = from.as_f32()?;
-    for (t, f) in to.as_f32_mut()?.iter_mut().zip(from) {
-        *t += factor * f;
-    }
-    Ok(())
+    Ok(add_scaled(to, factor, from)?)
 }
 
 #[cfg(test)]

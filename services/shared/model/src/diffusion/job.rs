@@ -285,7 +285,7 @@ impl DenoiseJob {
         Latents::from_channels_last(channels, grid.0, grid.1, forecast.to_f32_vec()).map(Some)
     }
 
-    /// Under a [`Tea`](super::Tea) cache on the last pipeline stage: how much what the decoder adds has
+    /// Under a [`Tea`](super::Tea) cache of threshold 0, which runs every step, on the last pipeline stage: how much what the decoder adds has
     /// changed, relatively, between the last two steps that ran.
     pub fn moved(&self) -> Option<f64> {
         self.history.moved()

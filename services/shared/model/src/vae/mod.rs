@@ -32,6 +32,45 @@ pub enum Tiles {
     Overlapping(f64),
 }
 
+impl Tiles {
+    /// Latent positions down and across of the largest piece that is decoded at once, of a picture of such latents.
+    pub fn largest(self, config: &VaeConfig, (height, width): (usize, usize)) -> (usize, usize) {
+        let tile = config.sample_size / config.spatial_factor;
+        match self {
+            Self::Whole => (height, width),
+            Self::Overlapping(_) => (height.min(tile), width.min(tile)),
+        }
+    }
+}
+
+/// The picture `[h, w, c]` of scaled latents that `each` decodes, in tiles where there are some.
+pub(crate) fn tiled(
+    config: &VaeConfig,
+    tiles: Tiles,
+    latents: &Latents,
+    each: &mut dyn FnMut(&Latents) -> Result<Tensor, ModelError>,
+) -> Result<Tensor, ModelError> {
+    let (channels, size) = (latents.channels(), (latents.height(), latents.width()));
+    let Tiles::Overlapping(overlap) = tiles else {
+        return each(latents);
+    };
+    if tiles.largest(config, size) == size {
+        return each(latents);
+    }
+    let tile = config.sample_size / config.spatial_factor;
+    let z = latents
+        .to_tensor()?
+        .reshape(&[1, 1, size.0, size.1, channels])?;
+    let whole = Tiling::new(tile, config.sample_size, overlap)?.run(&z, |part| {
+        let (height, width) = (part.dim(2), part.dim(3));
+        let part = Latents::from_channels_last(channels, height, width, part.to_f32_vec())?;
+        let picture = each(&part)?;
+        let (height, width, colours) = (picture.dim(0), picture.dim(1), picture.dim(2));
+        Ok(picture.reshape(&[1, 1, height, width, colours])?)
+    })?;
+    Ok(whole.reshape(&[whole.dim(2), whole.dim(3), whole.dim(4)])?)
+}
+
 /// A latent distribution, both `[latent, h, w]`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Posterior {
@@ -80,15 +119,11 @@ impl Vae {
     /// # Errors
     /// `Internal` when the decoder was not loaded or the channels do not match.
     pub fn decode_values(&self, latents: &Latents, tiles: Tiles) -> Result<Tensor, ModelError> {
-        let (decoder, z) = self.decoded(&self.unscale(latents))?;
-        let (tile, side) = (self.latent_tile(), self.config.sample_size);
-        let last = match self.overlap(tiles, &z, tile) {
-            None => decoder.last_frame(&z)?,
-            Some(overlap) => {
-                Tiling::new(tile, side, overlap)?.run(&z, |t| decoder.last_frame(t))?
-            }
-        };
-        Ok(last.reshape(&[last.dim(2), last.dim(3), last.dim(4)])?)
+        tiled(&self.config, tiles, latents, &mut |piece| {
+            let (decoder, z) = self.decoded(&self.unscale(piece))?;
+            let last = decoder.last_frame(&z)?;
+            Ok(last.reshape(&[last.dim(2), last.dim(3), last.dim(4)])?)
+        })
     }
 
     /// Like a tiled [`Vae::decode_values`], bit for bit, with the tiles dealt out over the ranks of `group`,

@@ -48,6 +48,8 @@ pub struct Rebalancer {
     spread: Spread,
     loads: Vec<ExpertLoads>,
     placements: Vec<Placement>,
+    /// By layer: busiest rank over the mean in the last whole interval.
+    seen: Vec<f64>,
     steps: usize,
 }
 
@@ -70,8 +72,16 @@ impl Rebalancer {
             spread,
             loads: experts.iter().map(|&n| ExpertLoads::new(n)).collect(),
             placements: experts.iter().map(first).collect::<Result<_, _>>()?,
+            seen: Vec::new(),
             steps: 0,
         })
+    }
+
+    /// By layer: the load of the busiest rank over the mean in the last whole interval, on the placement that
+    /// it ran with; empty before the first has ended.
+    #[must_use]
+    pub fn imbalance(&self) -> &[f64] {
+        &self.seen
     }
 
     /// The placement of a layer that holds until the next change.
@@ -131,12 +141,14 @@ impl Rebalancer {
             return Ok(Vec::new());
         }
         self.steps = 0;
+        self.seen.clear();
         let mut changes = Vec::new();
         let layers = self.loads.iter_mut().zip(&mut self.placements);
         for (layer, (loads, placement)) in layers.enumerate() {
             let counts = loads.counts();
             let new = place(counts, &self.cluster, self.spread)?.aligned_to(placement);
             let (before, after) = (placement.imbalance(counts), new.imbalance(counts));
+            self.seen.push(before);
             if after < before {
                 let moves = new.moves_from(placement);
                 *placement = new;
@@ -193,6 +205,9 @@ mod tests {
         assert_eq!(r.placement(1).unwrap().holders(5).len(), 4);
         // The same loads again: nothing to gain.
         assert!((0..3).all(|_| step(&mut r).is_empty()));
+        // Nothing changed, and what was seen is what was expected.
+        assert!((r.imbalance()[1] - change.after).abs() < 1e-12);
+        assert!((r.imbalance()[0] - 1.0).abs() < 1e-12);
     }
 
     #[test]

@@ -23,7 +23,7 @@ use super::source::DeviceSource;
 use crate::config::{ModelConfig, VaeConfig};
 use crate::error::ModelError;
 use crate::picture::{Latents, RgbImage};
-use crate::vae::Posterior;
+use crate::vae::{Posterior, Tiles, tiled};
 use crate::weights::{Checkpoint, expected_tensors};
 
 /// Type of activations and weights.
@@ -38,7 +38,7 @@ pub struct GpuVaeParts {
     pub encoder: bool,
 }
 
-/// The VAE on one GPU. Pictures are processed whole.
+/// The VAE on one GPU. Pictures are encoded whole, and decoded whole or in tiles.
 #[derive(Debug)]
 pub struct GpuVae {
     gpu: Arc<Gpu>,
@@ -46,6 +46,8 @@ pub struct GpuVae {
     decoder: Option<Decoder>,
     encoder: Option<Encoder>,
     room: Room,
+    /// How pictures are decoded.
+    tiles: Tiles,
 }
 
 impl GpuVae {
@@ -92,7 +94,15 @@ impl GpuVae {
             decoder,
             encoder,
             room: Room::new(gpu),
+            tiles: Tiles::Whole,
         })
+    }
+
+    /// Decodes pictures whole or in tiles from now on, cut and blended as [`crate::vae::Vae`] does.
+    #[must_use]
+    pub fn in_tiles(mut self, tiles: Tiles) -> Self {
+        self.tiles = tiles;
+        self
     }
 
     /// The GPU.
@@ -116,6 +126,7 @@ impl GpuVae {
     pub fn reserve(&mut self, height: usize, width: usize) -> Result<(), ModelError> {
         let side = self.config.spatial_factor;
         if let Some(decoder) = &self.decoder {
+            let (height, width) = self.tiles.largest(&self.config, (height, width));
             let need = decoder.need(height, width);
             self.room.fit(&need)?;
         }
@@ -132,6 +143,11 @@ impl GpuVae {
     /// `Internal` when the decoder was not loaded, the channels do not match or a value is not a number;
     /// `Gpu` when memory does not suffice.
     pub fn decode(&mut self, latents: &Latents) -> Result<RgbImage, ModelError> {
+        let size = (latents.height(), latents.width());
+        if self.tiles.largest(&self.config, size) != size {
+            let values = self.decode_values(latents)?;
+            return RgbImage::from_unit_values(values.dim(0), values.dim(1), values.as_f32()?);
+        }
         let out = self.decode_as(latents, GpuType::U8)?;
         Ok(RgbImage {
             width: out.dim(1),
@@ -145,8 +161,11 @@ impl GpuVae {
     /// # Errors
     /// Those of [`GpuVae::decode`].
     pub fn decode_values(&mut self, latents: &Latents) -> Result<Tensor, ModelError> {
-        let out = self.decode_as(latents, GpuType::F32)?;
-        Ok(Tensor::from_f32(out.shape(), out.to_f32_vec()?)?)
+        let (config, tiles) = (self.config.clone(), self.tiles);
+        tiled(&config, tiles, latents, &mut |tile| {
+            let out = self.decode_as(tile, GpuType::F32)?;
+            Ok(Tensor::from_f32(out.shape(), out.to_f32_vec()?)?)
+        })
     }
 
     /// `[h, w, 3]` as colours (U8) or values (F32).
