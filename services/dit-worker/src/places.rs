@@ -183,9 +183,9 @@ mod tests {
 
     /// One more who waits.
     async fn wait(places: &Places, class: Class, bytes: u64) -> base::task::Owned<Held> {
-        let (own, queued) = (places.clone(), places.state().waiting.len());
+        let (own, came) = (places.clone(), places.state().came);
         let task = base::task::spawn(async move { own.take(bytes, &terms(class)).await.unwrap() });
-        while places.state().waiting.len() == queued {
+        while places.state().came == came {
             tokio::task::yield_now().await;
         }
         task

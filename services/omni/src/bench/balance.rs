@@ -38,8 +38,8 @@ pub(crate) struct BalanceArgs {
     /// Use only the first layers of --config.
     #[arg(long, requires = "config")]
     layers: Option<usize>,
-    /// With --config: the router's row of expert e is 1 + SKEW / (1 + e) times as long, so that it is chosen
-    /// more often.
+    /// With --config: draws tokens to the first half of the experts, by rows of routers that are 1 + SKEW times as
+    /// long.
     #[arg(long, requires = "config", default_value_t = 0.0)]
     skew: f32,
     /// A plan with experts spread over ranks, which are threads here.
@@ -71,6 +71,8 @@ pub(crate) struct BalanceArgs {
 /// A step of all ranks.
 struct Step {
     ms: f64,
+    /// Processor time of the rank: what the step would take if each rank had a processor of its own.
+    cpu_ms: f64,
     /// Choices of experts in a layer, over all ranks.
     choices: usize,
     changes: Vec<LayerChange>,
@@ -103,14 +105,15 @@ pub(crate) fn run(args: &BalanceArgs) -> Result<String, OmniError> {
         return Err(bad(format!("skew must be 0 to 100, got {}", args.skew)));
     }
     crate::roles::set_threads(0)?;
-    let mut ranks = threads::on_ranks(&args.plan, PATIENCE, |ctx| rank(args, &ctx))
-        .map_err(|e| bad(format!("plan: {e}")))?
-        .into_iter();
-    let first = ranks.next().ok_or_else(|| bad("plan has no ranks"))??;
-    let all = ranks.collect::<Result<Vec<_>, _>>()?.len() + 1;
-    let intervals: Vec<Value> = (first.chunks_exact(args.interval))
-        .map(|steps| interval(steps, all))
-        .collect();
+    let ranks = threads::on_ranks(&args.plan, PATIENCE, |ctx| rank(args, &ctx));
+    let ranks = ranks.map_err(|e| bad(format!("plan: {e}")))?.into_iter();
+    let ranks = ranks.collect::<Result<Vec<_>, _>>()?;
+    let whole = (0..args.steps / args.interval).map(|index| {
+        let own = index * args.interval..(index + 1) * args.interval;
+        let steps = ranks.iter().map(|rank| &rank[own.clone()]);
+        interval(&steps.collect::<Vec<_>>())
+    });
+    let intervals: Vec<Value> = whole.collect();
     print(&json!({
         "bench": "balance",
         "version": crate::cli::version(),
@@ -123,8 +126,11 @@ pub(crate) fn run(args: &BalanceArgs) -> Result<String, OmniError> {
     }))
 }
 
-/// What an interval was like, and what moved at its end.
-fn interval(steps: &[Step], ranks: usize) -> Value {
+/// What an interval was like, of whose steps each rank tells, and what moved at its end.
+fn interval(ranks: &[&[Step]]) -> Value {
+    let (steps, busy) = (ranks[0], |rank: &&[Step]| {
+        median(&rank.iter().map(|step| step.cpu_ms).collect::<Vec<_>>())
+    });
     let mean = |values: Vec<f64>| values.iter().sum::<f64>() / values.len().max(1) as f64;
     let ms: Vec<f64> = steps.iter().map(|step| step.ms).collect();
     let choices = steps.iter().map(|step| step.choices).sum::<usize>() as f64;
@@ -133,9 +139,10 @@ fn interval(steps: &[Step], ranks: usize) -> Value {
     let expected = changes.iter().map(|change| change.after).collect();
     json!({
         "step_ms": median(&ms),
+        "busiest_rank_cpu_ms": ranks.iter().map(busy).fold(0.0, f64::max),
         "busiest_over_mean": seen,
         "worst_layer": last.seen.iter().copied().fold(1.0, f64::max),
-        "busiest_rank_choices_per_layer": (seen * choices / ranks as f64).round(),
+        "busiest_rank_choices_per_layer": (seen * choices / ranks.len() as f64).round(),
         "then_moved": {
             "layers": changes.len(),
             "experts": changes.iter().map(|c| c.moves.len()).sum::<usize>(),
@@ -176,12 +183,13 @@ fn steps(args: &BalanceArgs, ctx: &RankContext) -> Result<Vec<Step>, OmniError> 
     for _ in 0..args.steps {
         let mut packed: Vec<&mut DenoiseJob> = running.iter_mut().collect();
         let tokens = packed.iter().map(|job| job.tokens()).sum::<usize>();
-        let start = clock::now();
+        let (start, cpu) = (clock::now(), cpu_ms());
         model.denoise_step(ctx, &mut packed).map_err(model_error)?;
-        let ms = clock::millis_since(start);
+        let (ms, cpu_ms) = (clock::millis_since(start), cpu_ms() - cpu);
         let changes = model.rebalance(ctx).map_err(model_error)?;
         steps.push(Step {
             ms,
+            cpu_ms,
             choices: tokens * top,
             changes,
             seen: model.imbalance().map_err(model_error)?,
@@ -192,6 +200,13 @@ fn steps(args: &BalanceArgs, ctx: &RankContext) -> Result<Vec<Step>, OmniError> 
         }
     }
     Ok(steps)
+}
+
+/// Processor time of this thread so far; 0 where the system does not say.
+fn cpu_ms() -> f64 {
+    let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
+    let first = text.split_whitespace().next();
+    first.and_then(|ns| ns.parse::<f64>().ok()).unwrap_or(0.0) / 1e6
 }
 
 fn open(args: &BalanceArgs, ctx: &RankContext) -> Result<Model, OmniError> {

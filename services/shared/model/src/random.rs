@@ -27,7 +27,7 @@ const ROUTER: &str = "gate.wg.weight";
 #[derive(Clone, Copy, Debug)]
 struct RandomWeights {
     seed: u64,
-    /// How much likelier some experts are than others; 0: not at all.
+    /// How much longer the rows of a router are that draw tokens to the first half of the experts; 0: not at all.
     skew: f32,
 }
 
@@ -49,16 +49,23 @@ impl WeightSource for RandomWeights {
         }
         let scale = random_scale(shape);
         let (skew, width) = (self.skew, shape[1..].iter().product::<usize>().max(1));
-        // Larger rows of a router are chosen more often: those of the first experts, each a little less.
+        // A token is drawn to one of two opposite rows, whatever it is: the first half of the experts are such pairs.
         let router = skew > 0.0 && name.ends_with(ROUTER);
-        let larger = |index: usize| 1.0 + skew / (1 + index / width) as f32;
+        let drawn = |index: usize| {
+            let row = index / width;
+            match (router && row < shape[0] / 2, row % 2) {
+                (true, 0) => (index, 1.0 + skew),
+                (true, _) => (index - width, -1.0 - skew),
+                (false, _) => (index, 1.0),
+            }
+        };
         let key = self.seed ^ name_hash(name);
         let mut data = vec![bf16::ZERO; numel];
         data.par_chunks_mut(CHUNK)
             .enumerate()
             .for_each(|(chunk, values)| {
                 for (value, index) in values.iter_mut().zip(chunk * CHUNK..) {
-                    let grown = if router { larger(index) } else { 1.0 };
+                    let (index, grown) = drawn(index);
                     *value = bf16::from_f32(unit(key, index as u64) * scale * grown);
                 }
             });
@@ -104,8 +111,8 @@ impl Model {
         Self::random_skewed(config, options, (seed, 0.0))
     }
 
-    /// Like [`Model::random`], with experts that are chosen the more often the lower their number: the router's row of
-    /// expert `e` is 1 + `skew` / (1 + e) times as long.
+    /// Like [`Model::random`], with a first half of the experts that most tokens choose: in routers, rows of that half
+    /// are 1 + `skew` times as long, and every second one is the opposite of the one before.
     ///
     /// # Errors
     /// Those of [`Model::random`].
@@ -293,8 +300,13 @@ mod tests {
         };
         let router = "model.layers.0.mlp.gate.wg.weight";
         let (even, skewed) = (of(0.0, router), of(1.0, router));
-        for (index, (a, b)) in even.iter().zip(&skewed).enumerate() {
-            let want = a * (1.0 + 1.0 / (1 + index / 64) as f32);
+        // Of four experts the first two are a pair, the others as they were.
+        for (index, b) in skewed.iter().enumerate() {
+            let want = match index / 64 {
+                0 => 2.0 * even[index],
+                1 => -2.0 * even[index - 64],
+                _ => even[index],
+            };
             assert!((b - want).abs() <= want.abs() / 64.0, "{index}: {b} {want}");
         }
         let other = "model.layers.0.mlp.shared_mlp.down_proj.weight";
