@@ -41,8 +41,14 @@ fn the_ledger_is_close_to_the_peak_for_every_mix() {
     }
     // Which buffers two threads find for reuse is chance, and whether the decode of one large picture meets the
     // steps: then less is taken than was foreseen, never much more.
-    assert!(errors.iter().all(|e| (-0.06..0.25).contains(e)), "{errors:?}");
-    assert!(errors[0].abs() <= 0.06 && errors[3].abs() <= 0.06, "{errors:?}");
+    assert!(
+        errors.iter().all(|e| (-0.06..0.25).contains(e)),
+        "{errors:?}"
+    );
+    assert!(
+        errors[0].abs() <= 0.06 && errors[3].abs() <= 0.06,
+        "{errors:?}"
+    );
 }
 
 #[test]
