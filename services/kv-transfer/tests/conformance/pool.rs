@@ -4,7 +4,9 @@ use std::time::Duration;
 use base::{Code, Fault as _};
 use kv::PrefixIdentity;
 use kv_transfer::engine::Transport;
-use kv_transfer::{CacheTerms, ClientConfig, Description, KvClient, Published, TransferError};
+use kv_transfer::{
+    CacheTerms, ClientConfig, Description, FetchRequest, KvClient, Published, TransferError,
+};
 use proto::v1;
 
 use crate::support::{MIB, Node, TRANSPORTS, client, fetch, geometry, prefix};
@@ -33,14 +35,17 @@ async fn pass(client: &KvClient, endpoint: &str, id: u8, bytes: usize) -> u64 {
         cache: None,
     };
     let mut publication = client.offer(endpoint, description).await.expect("offer");
-    publication.write(vec![id; bytes]).await.expect("write");
+    // What takes long must not keep this thread from the calls of the others.
+    let sent = tokio::task::block_in_place(|| vec![id; bytes]);
+    publication.write(sent).await.expect("write");
     let published = publication.finish().await.expect("finish");
-    let got = fetch(client, &published.handle, &geometry(16))
-        .await
-        .unwrap();
-    assert!(got.payload.len() == bytes && got.payload.iter().all(|&byte| byte == id));
-    client.release(got.fetched.lease).await.unwrap();
-    client.release(published.lease).await.unwrap();
+    let request = FetchRequest::new(&published.handle, "line", "receiver");
+    let got = client.fetch_to(request, |bytes| vec![0; bytes]).await;
+    let (fetched, got) = got.expect("fetch");
+    assert!(tokio::task::block_in_place(|| got == vec![id; bytes]));
+    drop(got);
+    client.release(fetched.lease).await.expect("release");
+    client.release(published.lease).await.expect("release");
     published.handle.generation
 }
 
