@@ -1,8 +1,8 @@
 // Rows of bf16 in registers: loads and stores of 16 bytes, sums over a row, RMS norm, e4m3 quantisation.
 //
 // A row is owned by `kThreads` threads, each with `kChunks` chunks of 8 elements: chunk c of thread t holds the
-// elements 8 (t + c kThreads) .. + 7. Which thread holds what depends on the width alone, and every sum has one
-// order, so a row's bits do not depend on the other rows of the call.
+// elements 8 (t + c kThreads) .. + 7. Sums of squares join chunks by one tree over their numbers, whatever the threads,
+// so a row's norm has the same bits from every kernel and beside any other rows.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -86,6 +86,26 @@ __device__ __forceinline__ float across_row(float value, float* scratch) {
     return value;
 }
 
+// The sum over all chunks of a row: lanes first, then the upper half of what is left to the lower half, again and again.
+// Chunks of a thread are numbered like those of further warps, so that the order depends on no layout.
+template <int kThreads, int kChunks>
+__device__ __forceinline__ float sum_of_chunks(float (&value)[kChunks], float* scratch) {
+    static_assert((kChunks & (kChunks - 1)) == 0, "halves");
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) value[c] = across_lanes<Sum>(value[c]);
+#pragma unroll
+    for (int step = kChunks / 2; step > 0; step /= 2)
+#pragma unroll
+        for (int c = 0; c < step; ++c) value[c] += value[c + step];
+    if constexpr (kThreads == 32) return value[0];
+    constexpr int kWarps = kThreads / 32;
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) scratch[threadIdx.x / 32] = value[0];
+    __syncthreads();
+    const float sum = across_lanes<Sum, kWarps <= 4 ? 4 : 16>(lane < kWarps ? scratch[lane] : 0.0f);
+    return __shfl_sync(0xffffffffu, sum, 0);
+}
+
 // ---- a row in registers ---------------------------------------------------------------------------------
 
 template <int kThreads, int kChunks>
@@ -120,15 +140,15 @@ struct Row {
 
     // x <- bf16(bf16(x / sqrt(mean(x^2) + eps)) * weight): the normalised value is rounded before the weight.
     __device__ void normalise(const __nv_bfloat16* weight, int width, float eps, float* scratch) {
-        float squares = 0.0f;
+        float squares[kChunks] = {};
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
             float v[kVector];
             widen(chunk[c], v);
 #pragma unroll
-            for (int i = 0; i < kVector; ++i) squares = fmaf(v[i], v[i], squares);
+            for (int i = 0; i < kVector; ++i) squares[c] = fmaf(v[i], v[i], squares[c]);
         }
-        const float mean = across_row<Sum, kThreads>(squares, scratch) / width;
+        const float mean = sum_of_chunks<kThreads>(squares, scratch) / width;
         const float inverse = rsqrtf(mean + eps);
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {

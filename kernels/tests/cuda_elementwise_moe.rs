@@ -62,7 +62,13 @@ fn experts_are_those_of_the_cpu_except_for_ties() {
 #[ignore = "needs a GPU"]
 fn tokens_go_to_their_experts_in_order_and_come_back() {
     let gpu = gpu();
-    for sizes in [(1, 128, 8, 2), (300, 256, 8, 2), (1030, 128, 64, 8)] {
+    for sizes in [
+        (1, 128, 8, 2),
+        (300, 256, 8, 2),
+        (1030, 128, 64, 8),
+        (40, 2560, 8, 2),
+        (70, 4096, 8, 8),
+    ] {
         let (tokens, width, experts, top_k) = sizes;
         let (h, routing, _) = routed(&gpu, sizes);
         let chosen = routing.choices().unwrap().to_i32_vec().unwrap();
@@ -149,6 +155,17 @@ fn back(
         &out,
         normed.as_f32().unwrap(),
         2.0 * BF16,
+    );
+    // The first norm of a pipeline's stage reads what the stage before has summed.
+    let alone = poisoned(gpu, &[tokens, width], GpuType::Bf16);
+    let to = NormOutput {
+        rows: Some(&alone),
+        e4m3: None,
+    };
+    rms_norm(&x, norm, to).unwrap();
+    assert!(
+        alone.to_bytes().unwrap() == out.to_bytes().unwrap(),
+        "a norm alone and behind the experts have other bits at a width of {width}"
     );
 }
 
