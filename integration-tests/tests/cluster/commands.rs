@@ -211,3 +211,36 @@ fn a_denoise_benchmark_reports_what_it_measured() {
         );
     }
 }
+
+#[test]
+fn measured_costs_are_a_part_of_a_cluster_file_as_they_are_printed() {
+    let config = model_dir().join("config.json");
+    let config = config.to_str().unwrap();
+    let arguments = [
+        "bench", "costs", "--config", config, "--layers", "1", "--steps", "3", "--small", "64x64",
+        "--large", "256x256",
+    ];
+    let output = output(&arguments);
+    assert!(output.status.success(), "{}", stderr(&output));
+    let printed = String::from_utf8(output.stdout).unwrap();
+    let traces = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/traces");
+    let cluster = fs::read_to_string(traces.join("cluster-8-fp8.toml")).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let with_costs = dir.path().join("cluster.toml");
+    fs::write(&with_costs, format!("{cluster}\n{printed}")).unwrap();
+    let trace = traces.join("uniform.jsonl");
+    let simulated = crate::harness::output(&[
+        "simulate",
+        "--trace",
+        trace.to_str().unwrap(),
+        "--cluster",
+        with_costs.to_str().unwrap(),
+        "--load",
+        "0.5",
+        "-o",
+        "json",
+    ]);
+    assert!(simulated.status.success(), "{}", stderr(&simulated));
+    let report: Value = serde_json::from_slice(&simulated.stdout).unwrap();
+    assert!(report["images_done"].as_u64().unwrap() > 0, "{report}");
+}

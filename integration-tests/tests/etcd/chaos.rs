@@ -29,12 +29,31 @@ const TRY: Duration = Duration::from_secs(60);
 const PATIENCE: Duration = Duration::from_secs(240);
 /// Pause before a request is sent again.
 const PAUSE: Duration = Duration::from_millis(200);
-/// Clients at work.
-const CLIENTS: usize = 3;
 /// Steps of each picture.
 const STEPS: u32 = 10;
-/// Different pictures.
-const WISHES: u64 = 3;
+
+/// How much happens.
+#[derive(Debug, Clone, Copy)]
+struct Scale {
+    /// Clients at work.
+    clients: usize,
+    /// Different pictures.
+    wishes: u64,
+    /// The next one is killed only when the last one's successor is at work.
+    whole: bool,
+}
+
+/// What CI has time for.
+const SMALL: Scale = Scale {
+    clients: 2,
+    wishes: 1,
+    whole: false,
+};
+const FULL: Scale = Scale {
+    clients: 3,
+    wishes: 3,
+    whole: true,
+};
 
 /// Where a request stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -133,7 +152,6 @@ impl Park {
                 self.kv = Process::start_at("kv-transfer", &at, &join);
             }
         }
-        self.whole().await;
     }
 }
 
@@ -150,6 +168,7 @@ struct Tally {
 #[derive(Clone)]
 struct Client {
     number: usize,
+    wishes: u64,
     doors: Arc<Mutex<[String; 2]>>,
     right: Arc<Vec<Vec<u8>>>,
     tally: Arc<Tally>,
@@ -173,7 +192,7 @@ impl Client {
             if self.tally.over.load(Ordering::Relaxed) {
                 return;
             }
-            let which = (turn + self.number as u64) % WISHES;
+            let which = (turn + self.number as u64) % self.wishes;
             let id = format!("c{}-{turn}", self.number);
             let wrong = match self.until_done(&wish(&id, which)).await {
                 Ok(png) if png == self.right[usize::try_from(which).unwrap()] => {
@@ -246,12 +265,13 @@ fn again(code: Code) -> bool {
 }
 
 /// Kills each of `plan` in its phase while clients draw.
-async fn survives(plan: &[(Kind, Phase)]) -> String {
+async fn survives(plan: &[(Kind, Phase)], scale: Scale) -> String {
     let mut park = Park::start().await;
     let (phase, _) = watch::channel(None);
     let tally = Arc::new(Tally::default());
     let client = |number, right| Client {
         number,
+        wishes: scale.wishes,
         doors: park.doors.clone(),
         right,
         tally: tally.clone(),
@@ -259,14 +279,14 @@ async fn survives(plan: &[(Kind, Phase)]) -> String {
     };
     let alone = client(0, Arc::default());
     let mut right = Vec::new();
-    for which in 0..WISHES {
+    for which in 0..scale.wishes {
         let drawn = alone
             .until_done(&wish(&format!("right-{which}"), which))
             .await;
         right.push(drawn.unwrap());
     }
     let right = Arc::new(right);
-    let clients: Vec<_> = (0..CLIENTS)
+    let clients: Vec<_> = (0..scale.clients)
         .map(|number| task::spawn(client(number, right.clone()).work()))
         .collect();
     for &(kind, at) in plan {
@@ -280,9 +300,12 @@ async fn survives(plan: &[(Kind, Phase)]) -> String {
             .expect("nobody gets to that phase");
         let before = tally.done.load(Ordering::Relaxed);
         park.kill(kind).await;
-        // It goes on: each client gets something after it.
+        if scale.whole {
+            park.whole().await;
+        }
+        // It goes on: as many pictures as there are clients come after it.
         let goes_on = async {
-            while tally.done.load(Ordering::Relaxed) < before + CLIENTS {
+            while tally.done.load(Ordering::Relaxed) < before + scale.clients {
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
         };
@@ -322,30 +345,40 @@ async fn idle(routers: &[Process]) {
 }
 
 #[tokio::test]
-#[ignore = "not yet run whole; `-- --ignored chaos`"]
 async fn a_process_of_every_kind_is_killed_under_load_and_no_picture_is_lost_or_wrong() {
-    let found = Box::pin(survives(&[
+    let plan = [
         (Kind::Dit, Phase::Denoise),
         (Kind::Ar, Phase::Prefill),
         (Kind::Router, Phase::Denoise),
         (Kind::Kv, Phase::Prefill),
         (Kind::Etcd, Phase::Decode),
-    ]));
-    println!("{}", found.await);
+    ];
+    println!("{}", Box::pin(survives(&plan, SMALL)).await);
 }
 
-#[tokio::test]
-#[ignore = "minutes: every kind in every phase, twice"]
-async fn every_kind_in_every_phase() {
-    let mut plan = Vec::new();
-    for _ in 0..2 {
-        for kind in [Kind::Router, Kind::Ar, Kind::Kv, Kind::Dit, Kind::Etcd] {
-            for phase in [Phase::Prefill, Phase::Denoise, Phase::Decode] {
-                plan.push((kind, phase));
-            }
-        }
-    }
-    println!("{}", Box::pin(survives(&plan)).await);
+/// Both processes of a kind in every phase.
+async fn in_every_phase(kind: Kind) {
+    let phases = [Phase::Prefill, Phase::Denoise, Phase::Decode];
+    let plan: Vec<_> = phases.map(|phase| [(kind, phase); 2]).concat();
+    println!("{kind:?}: {}", Box::pin(survives(&plan, FULL)).await);
+}
+
+macro_rules! in_every_phase {
+    ($($name:ident: $kind:ident;)*) => {
+        $(#[tokio::test]
+        #[ignore = "minutes; `-- --ignored every_phase --test-threads 1`"]
+        async fn $name() {
+            in_every_phase(Kind::$kind).await;
+        })*
+    };
+}
+
+in_every_phase! {
+    every_phase_survives_the_router: Router;
+    every_phase_survives_the_ar_stage: Ar;
+    every_phase_survives_the_kv_service: Kv;
+    every_phase_survives_the_worker: Dit;
+    every_phase_survives_etcd: Etcd;
 }
 
 /// A request that is cancelled once it has done so many steps.
@@ -380,12 +413,13 @@ async fn cancelled(door: String, number: u64) {
 }
 
 #[tokio::test]
-#[ignore = "not yet run whole; `-- --ignored chaos`"]
+#[ignore = "minutes; `-- --ignored cancels`"]
 async fn a_hundred_cancels_at_random_steps_leave_nothing_and_touch_nobody() {
     let park = Park::start().await;
     let (phase, _) = watch::channel(None);
     let client = Client {
         number: 0,
+        wishes: 1,
         doors: park.doors.clone(),
         right: Arc::default(),
         tally: Arc::default(),

@@ -86,6 +86,8 @@ pub struct Terms {
     pub class: Class,
     /// When its request came to the system.
     pub arrived: Instant,
+    /// When it is of no use any more, if its caller has said so.
+    pub due: Option<Instant>,
     /// Tokens of a row's prefix.
     pub prefix: usize,
     /// All its steps.
@@ -100,6 +102,7 @@ impl Terms {
         Self {
             class,
             arrived: now.checked_sub(ago).unwrap_or(now),
+            due: None,
             prefix: 0,
             steps: 0,
         }

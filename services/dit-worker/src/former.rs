@@ -8,10 +8,10 @@ use std::{
 use base::clock;
 use schedule::{
     batching::{
-        self, Class as Urgency, Decision, Job, JobId, Limits, State,
+        Class as Urgency, Decision, Job, JobId, Limits, State,
         cost::{self, Rules},
     },
-    cost::{Constants, Load, Predictor, Rows},
+    cost::{Constants, Predictor, Rows},
 };
 
 use crate::batch::{Class, StepLimits, Terms, Weight};
@@ -87,7 +87,7 @@ impl Former {
         self.keep(jobs);
         let now = self.since(clock::now());
         for decision in cost::step(now, &self.state, &self.predictor, &self.rules) {
-            // Nothing here has a deadline: the door ends requests that are late.
+            // Who is late is ended by its router, which leaves no caller here.
             if !matches!(decision, Decision::Expire(_)) {
                 self.state.apply(decision);
             }
@@ -108,18 +108,10 @@ impl Former {
         self.state.advance();
     }
 
-    /// What is left to do: everybody's own share of its steps, and what is paid once in as many steps as the
-    /// longest job has left.
+    /// What is left to do.
     pub(crate) fn outlook(&self) -> Outlook {
-        let entries = || self.state.entries();
-        let own: f64 = entries()
-            .map(|entry| self.predictor.marginal(entry.job.load()) * f64::from(entry.left()))
-            .sum();
-        let all: Load = entries().map(|entry| entry.job.load()).sum();
-        let longest = entries().map(batching::Entry::left).max().unwrap_or(0);
-        let once = (self.predictor.step(all) - self.predictor.marginal(all)).max(0.0);
         Outlook {
-            backlog_s: own + once * f64::from(longest),
+            backlog_s: self.state.backlog(&self.predictor),
             ratio: if self.measured {
                 self.predictor.correction.ratio()
             } else {
@@ -153,7 +145,7 @@ impl Former {
                 Class::Background => Urgency::Background,
             },
             arrived: self.since(terms.arrived),
-            deadline: None,
+            deadline: terms.due.map(|due| self.since(due)),
             rows: Rows {
                 rows: narrow(rows),
                 tokens: narrow(weight.tokens / rows),
@@ -173,7 +165,8 @@ impl Former {
     /// Jobs that have begun and wait.
     #[cfg(test)]
     pub(crate) fn parked(&self) -> usize {
-        let parked = |entry: &&batching::Entry| entry.place == batching::Place::Parked;
+        let parked =
+            |entry: &&schedule::batching::Entry| entry.place == schedule::batching::Place::Parked;
         self.state.entries().filter(parked).count()
     }
 }

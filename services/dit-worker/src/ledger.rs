@@ -405,6 +405,7 @@ mod tests {
             resume: None,
             news: NewsPlan::default(),
             class: crate::batch::Class::Standard,
+            due: None,
             arrived: base::clock::now(),
         }
     }

@@ -32,6 +32,8 @@ pub(crate) struct Order {
     pub(crate) class: Class,
     /// When the request came to a router.
     pub(crate) arrived: Instant,
+    /// When it is of no use any more.
+    pub(crate) due: Option<Instant>,
     /// Height and width that the image is scaled to, if it is.
     pub(crate) output: Option<(usize, usize)>,
     /// Epoch of the cluster that the request was decided on.
@@ -97,6 +99,7 @@ impl Order {
                 vae: kind == PreviewKind::Vae,
             },
             class,
+            due: None,
             arrived: Terms::new(class, Duration::from_millis(request.age_ms.into())).arrived,
             output,
             epoch: request.epoch,
@@ -112,6 +115,7 @@ impl Order {
         Terms {
             class: self.class,
             arrived: self.arrived,
+            due: self.due,
             prefix: self.cond.tokens.max(uncond) as usize,
             steps: self.steps,
         }

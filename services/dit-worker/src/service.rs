@@ -115,13 +115,16 @@ impl DitWorker {
     /// One request from its prefixes to its picture.
     async fn denoise(
         &self,
-        request: DenoiseRequest,
+        (request, due): (DenoiseRequest, Option<Instant>),
         events: &Events,
         stop: &CancellationToken,
     ) -> Result<(), StageError> {
         let loaded = self.loaded()?;
         let channels = loaded.ranks.first().config().vae.latent_channels;
-        let order = Order::new(request, loaded.ranks.info(), channels)?;
+        let order = Order {
+            due,
+            ..Order::new(request, loaded.ranks.info(), channels)?
+        };
         loaded.check_previews(&order)?;
         let _place = self
             .inside
@@ -569,6 +572,8 @@ impl DitWorkerService for Mounted {
         &self,
         request: Request<DenoiseRequest>,
     ) -> Result<Response<Self::DenoiseStream>, Status> {
+        let left = proto::deadline::timeout(request.metadata());
+        let due = left.and_then(|left| clock::now().checked_add(left));
         let request = request.into_inner();
         let worker = Arc::clone(&self.0);
         worker
@@ -582,7 +587,7 @@ impl DitWorkerService for Mounted {
             let request_id = request.request_id.clone();
             let stop = worker.gate.tasks().token();
             let ended = tokio::select! {
-                ended = Box::pin(worker.denoise(request, &events, stop)) => ended,
+                ended = Box::pin(worker.denoise((request, due), &events, stop)) => ended,
                 // The router has gone away: the job leaves at the next step boundary.
                 () = events.closed() => Err(StageError::Cancelled),
             };

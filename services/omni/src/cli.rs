@@ -5,8 +5,8 @@ use clap::{Arg, ArgAction, ArgMatches, Args as _, Command, FromArgMatches as _, 
 
 use crate::{
     bench::{
-        AttentionArgs, BalanceArgs, CollectivesArgs, DecodeArgs, DenoiseArgs, MixArgs, MoeArgs,
-        OffloadArgs, SavingArgs, TransferArgs, VaeArgs,
+        AttentionArgs, BalanceArgs, CollectivesArgs, CostsArgs, DecodeArgs, DenoiseArgs, MixArgs,
+        MoeArgs, OffloadArgs, SavingArgs, TransferArgs, VaeArgs,
     },
     certs::CertsArgs,
     settings::{self, Role},
@@ -56,6 +56,8 @@ pub(crate) enum Action {
     BenchBalance(BalanceArgs),
     /// Measure a packed step of two sizes.
     BenchMix(MixArgs),
+    /// Measure what steps cost.
+    BenchCosts(CostsArgs),
     /// Measure step caches.
     BenchSaving(SavingArgs),
     /// Measure how fast prefixes move.
@@ -104,6 +106,7 @@ pub(crate) fn command() -> Command {
                 .subcommand(DecodeArgs::augment_args(Command::new("decode")))
                 .subcommand(AttentionArgs::augment_args(Command::new("attention")))
                 .subcommand(BalanceArgs::augment_args(Command::new("balance")))
+                .subcommand(CostsArgs::augment_args(Command::new("costs")))
                 .subcommand(MixArgs::augment_args(Command::new("mix")))
                 .subcommand(SavingArgs::augment_args(Command::new("saving")))
                 .subcommand(OffloadArgs::augment_args(Command::new("offload")))
@@ -225,6 +228,7 @@ fn bench(matches: &ArgMatches) -> Result<Action, clap::Error> {
         Some(("balance", matches)) => Ok(Action::BenchBalance(BalanceArgs::from_arg_matches(
             matches,
         )?)),
+        Some(("costs", matches)) => Ok(Action::BenchCosts(CostsArgs::from_arg_matches(matches)?)),
         Some(("mix", matches)) => Ok(Action::BenchMix(MixArgs::from_arg_matches(matches)?)),
         Some(("saving", matches)) => {
             Ok(Action::BenchSaving(SavingArgs::from_arg_matches(matches)?))

@@ -75,6 +75,7 @@ fn run(action: Action) -> Result<(), OmniError> {
         Action::BenchDenoise(args) => print(&bench::denoise(&args)?),
         Action::BenchAttention(args) => print(&bench::attention(&args)?),
         Action::BenchBalance(args) => print(&bench::balance(&args)?),
+        Action::BenchCosts(args) => print(&bench::costs(&args)?),
         Action::BenchMix(args) => print(&bench::mix(&args)?),
         Action::BenchSaving(args) => print(&bench::saving(&args)?),
         Action::BenchOffload(args) => print(&bench::offload(&args)?),

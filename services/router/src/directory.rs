@@ -3,7 +3,8 @@
 //!
 //! Of up to `SCANNED` members the best is taken. Of more, the best of `CHOICES` that chance names and of those
 //! that are where the prefix is: two choices already keep loads within a constant of each other, and more cost little.
-//! Best is whoever is expected to be done first: what is left to do there, and bringing the prefix there.
+//! Best is whoever is expected to be done first: what is left to do there, bringing the prefix there, and the picture
+//! itself at what steps cost there.
 use std::collections::{HashMap, HashSet};
 
 use proto::v1::StepCosts;
@@ -32,8 +33,30 @@ pub struct Need {
     pub host: String,
     /// Bytes of the prefixes.
     pub bytes: u64,
-    /// Seconds that it is predicted to take; 0: not predicted.
+    /// Seconds that it is predicted to take where nothing better is known; 0: not predicted.
     pub seconds: f64,
+    /// The picture that is to be made, if it is one.
+    pub picture: Option<Drawing>,
+}
+
+/// A picture, as far as its time goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Drawing {
+    /// What it adds to a step.
+    pub rows: Rows,
+    /// Its steps.
+    pub steps: u32,
+    /// What is decoded.
+    pub image_tokens: u32,
+}
+
+impl Drawing {
+    /// Seconds by itself where steps cost this, lately `ratio` thousandths of it.
+    fn seconds(&self, costs: &Constants, ratio: u32) -> f64 {
+        let step = costs.step(StepLoad::from(self.rows));
+        let whole = f64::from(self.steps) * step + costs.decode(self.image_tokens);
+        Correction::thousandths(ratio).apply(whole)
+    }
 }
 
 /// Members of one role with the same weights that take work.
@@ -81,7 +104,8 @@ impl Directory {
         (self.epoch, self.members) == (snapshot.epoch, snapshot.members.len())
     }
 
-    /// The member that takes a call. `under_way`: see [`crate::placement::pick`].
+    /// The member that takes a call. `under_way` is what this router has sent to each member and not seen end:
+    /// reports lag behind it.
     pub fn pick<'a>(
         &self,
         snapshot: &'a Snapshot,
@@ -103,19 +127,10 @@ impl Directory {
     }
 
     /// Seconds of one image by itself at the quickest worker that has told what its steps cost.
-    pub fn seconds(
-        &self,
-        snapshot: &Snapshot,
-        weights: &str,
-        rows: Rows,
-        (steps, image_tokens): (u32, u32),
-    ) -> Option<f64> {
+    pub fn seconds(&self, snapshot: &Snapshot, weights: &str, picture: &Drawing) -> Option<f64> {
         let (costs, id) = self.group(Role::DitWorker, weights)?.costs.as_ref()?;
         let load = snapshot.members.get(id).and_then(|member| member.load);
-        let ratio = load.map_or(0, |load| load.step_ratio);
-        let correction = Correction::thousandths(ratio);
-        let step = correction.apply(costs.step(StepLoad::from(rows)));
-        Some(f64::from(steps) * step + correction.apply(costs.decode(image_tokens)))
+        Some(picture.seconds(costs, load.map_or(0, |load| load.step_ratio)))
     }
 
     fn group(&self, role: Role, weights: &str) -> Option<&Group> {
@@ -183,14 +198,16 @@ fn tried(tried: &HashSet<String>, id: &str) -> bool {
 }
 
 /// Seconds until a member that has been `sent` so many jobs would have done this one too.
-fn behind(member: &Member, need: &Need, sent: u32) -> f64 {
+pub(crate) fn behind(member: &Member, need: &Need, sent: u32) -> f64 {
     let load = member.load.unwrap_or_default();
     let jobs = load.running.saturating_add(load.queued).max(sent);
-    let typical = if need.seconds > 0.0 {
-        need.seconds
-    } else {
-        TYPICAL_S
+    let known = member.step_costs.as_ref().map(told);
+    let known = known.filter(|costs| costs.check().is_ok());
+    let own = match (known, need.picture) {
+        (Some(costs), Some(picture)) => picture.seconds(&costs, load.step_ratio),
+        _ => need.seconds,
     };
+    let typical = if own > 0.0 { own } else { TYPICAL_S };
     let by_count = typical * f64::from(jobs) / f64::from(load.capacity.max(1));
     let backlog = if load.backlog_ms > 0 {
         // What was sent since the report is not in it.
@@ -206,7 +223,7 @@ fn behind(member: &Member, need: &Need, sent: u32) -> f64 {
         need.bytes as f64 / REMOTE_RATE
     };
     let full = load.free_bytes > 0 && load.free_bytes < need.bytes;
-    backlog + travel + if full { FULL_S } else { 0.0 }
+    backlog + own + travel + if full { FULL_S } else { 0.0 }
 }
 
 /// The least behind; among equals `turn` chooses.

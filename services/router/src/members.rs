@@ -16,7 +16,7 @@ use tonic::transport::Channel;
 
 use crate::{
     RouterError,
-    directory::{Directory, Need},
+    directory::{Directory, Drawing, Need},
     placement::{self, Wish, role_name},
     validate::ValidRequest,
 };
@@ -150,7 +150,7 @@ impl Members {
         let member = member.ok_or_else(missing)?;
         let channel = self.channel(&member.endpoint, &snapshot)?;
         let considered = if snapshot.members.len() <= EXPLAINED {
-            placement::considered(&snapshot, wish, &under_way)
+            placement::considered(&snapshot, wish, need, &under_way)
         } else {
             let eligible = directory.count(role, weights_id);
             Placement {
@@ -189,15 +189,12 @@ impl Members {
     /// Seconds that the images of a request are predicted to take by themselves, side by side.
     pub(crate) fn seconds_alone(&self, request: &ValidRequest) -> Option<f64> {
         let snapshot = self.snapshots.current();
-        let narrow = |tokens: u64| u32::try_from(tokens).unwrap_or(u32::MAX);
-        let rows = Rows {
-            rows: request.rows,
-            tokens: narrow(request.tokens),
-            prefix: 0,
-        };
-        let job = (request.steps, narrow(request.tokens));
         let directory = self.directory(&snapshot);
-        directory.seconds(&snapshot, &request.weights_id, rows, job)
+        directory.seconds(
+            &snapshot,
+            &request.weights_id,
+            &drawing(request, request.tokens),
+        )
     }
 
     fn directory(&self, snapshot: &registry::Snapshot) -> Arc<Directory> {
@@ -236,5 +233,19 @@ impl Members {
         let channel = proto::channel::lazy(endpoint)?;
         channels.insert(endpoint.to_owned(), channel.clone());
         Ok(channel)
+    }
+}
+
+/// One image of a request, of so many tokens, as far as its time goes; its prefixes hardly matter to that.
+pub(crate) fn drawing(request: &ValidRequest, image_tokens: u64) -> Drawing {
+    let image_tokens = u32::try_from(image_tokens).unwrap_or(u32::MAX);
+    Drawing {
+        rows: Rows {
+            rows: request.rows,
+            tokens: image_tokens,
+            prefix: 0,
+        },
+        steps: request.steps,
+        image_tokens,
     }
 }

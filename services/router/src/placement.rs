@@ -1,10 +1,12 @@
-//! Which member takes a request. Pure: a snapshot and what this router has under way come in, a
-//! member comes out.
+//! What a placement is about, and who can serve which model. Pure; who takes a request is decided in
+//! [`crate::directory`].
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use base::limits::MAX_NOTED_CANDIDATES;
 use proto::v1::{Candidate, ModelInfo, PassedOver, Placement};
 use registry::{Member, MemberState, Role, Snapshot};
+
+use crate::directory::{Need, behind};
 
 /// What to look for.
 #[derive(Debug, Clone, Copy)]
@@ -19,36 +21,16 @@ pub struct Wish<'a> {
     pub turn: u64,
 }
 
-/// The least loaded READY member that holds the weights. `under_way` is what this router has sent
+/// The members that a placement was about: those that could have taken the request, the one expected to be done
+/// first first, and how many of the role could not, by reason. `under_way` is what this router has sent
 /// to each member and not seen end: reports lag behind it.
-pub fn pick<'a>(
-    snapshot: &'a Snapshot,
-    wish: Wish<'_>,
-    under_way: &HashMap<String, u32>,
-) -> Option<&'a Member> {
-    let candidates: Vec<(&Member, Share)> = snapshot
-        .ready(wish.role)
-        .filter(|member| weights_of(member) == Some(wish.weights_id))
-        .filter(|member| !wish.tried.contains(&member.id))
-        .map(|member| (member, Share::of(member, under_way)))
-        .collect();
-    let least = candidates.iter().map(|&(_, share)| share).min()?;
-    let equals: Vec<_> = candidates
-        .iter()
-        .filter(|&&(_, share)| share == least)
-        .collect();
-    let count = u64::try_from(equals.len()).ok()?;
-    let turn = usize::try_from(wish.turn % count).ok()?;
-    equals.get(turn).map(|&&(member, _)| member)
-}
-
-/// The members that a placement was about: those that could have taken the request, the least loaded first,
-/// and how many of the role could not, by reason.
 pub(crate) fn considered(
     snapshot: &Snapshot,
     wish: Wish<'_>,
+    need: &Need,
     under_way: &HashMap<String, u32>,
 ) -> Placement {
+    let sent = |member: &Member| under_way.get(&member.id).copied().unwrap_or_default();
     let mut passed = BTreeMap::<&str, u32>::new();
     let mut eligible = Vec::new();
     let alike = |member: &&Member| member.role() == wish.role;
@@ -62,16 +44,16 @@ pub(crate) fn considered(
         } else if member.state() != MemberState::Ready {
             "not ready"
         } else {
-            eligible.push((Share::of(member, under_way), member));
+            eligible.push((behind(member, need, sent(member)), member));
             continue;
         };
         *passed.entry(reason).or_default() += 1;
     }
-    eligible.sort_by(|(a, one), (b, other)| a.cmp(b).then_with(|| one.id.cmp(&other.id)));
-    let candidate = |(_, member): &(Share, &Member)| Candidate {
+    eligible.sort_by(|(a, one), (b, other)| a.total_cmp(b).then_with(|| one.id.cmp(&other.id)));
+    let candidate = |(_, member): &(f64, &Member)| Candidate {
         member: member.id.clone(),
         load: member.load,
-        under_way: under_way.get(&member.id).copied().unwrap_or_default(),
+        under_way: sent(member),
     };
     let best = eligible.iter().take(MAX_NOTED_CANDIDATES);
     let passed = passed.into_iter().map(|(reason, members)| PassedOver {
@@ -128,56 +110,12 @@ pub(crate) fn weights_of(member: &Member) -> Option<&str> {
     member.model.as_ref().map(|model| model.weights_id.as_str())
 }
 
-/// Jobs over capacity, compared without division.
-#[derive(Debug, Clone, Copy)]
-struct Share {
-    jobs: u64,
-    capacity: u64,
-}
-
-impl Share {
-    fn of(member: &Member, under_way: &HashMap<String, u32>) -> Self {
-        let load = member.load.unwrap_or_default();
-        let reported = u64::from(load.running) + u64::from(load.queued);
-        let sent = under_way.get(&member.id).copied().unwrap_or_default();
-        Self {
-            jobs: reported.max(u64::from(sent)),
-            capacity: u64::from(load.capacity.max(1)),
-        }
-    }
-}
-
-impl Ord for Share {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        // Products of 33 and 32 bits.
-        let (left, right) = (
-            u128::from(self.jobs) * u128::from(other.capacity),
-            u128::from(other.jobs) * u128::from(self.capacity),
-        );
-        left.cmp(&right)
-    }
-}
-
-impl PartialOrd for Share {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl PartialEq for Share {
-    fn eq(&self, other: &Self) -> bool {
-        self.cmp(other).is_eq()
-    }
-}
-
-impl Eq for Share {}
-
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
     use registry::Load;
 
     use super::*;
+    use crate::directory::Directory;
 
     fn member(id: &str, role: Role, state: MemberState, weights: &str, running: u32) -> Member {
         Member {
@@ -213,45 +151,6 @@ mod tests {
     }
 
     #[test]
-    fn the_least_loaded_is_chosen_and_own_work_counts() {
-        let snapshot = Snapshot::new(1, vec![dit("a", 2), dit("b", 1), dit("c", 3)]);
-        let none = HashSet::new();
-        let chosen = pick(&snapshot, wish(&none, 0), &HashMap::new()).unwrap();
-        assert_eq!(chosen.id, "b");
-        let under_way = HashMap::from([("b".to_owned(), 4)]);
-        assert_eq!(pick(&snapshot, wish(&none, 0), &under_way).unwrap().id, "a");
-    }
-
-    #[test]
-    fn equals_take_turns() {
-        let snapshot = Snapshot::new(1, vec![dit("a", 1), dit("b", 1)]);
-        let none = HashSet::new();
-        let ids: Vec<_> = (0..4)
-            .map(|turn| {
-                pick(&snapshot, wish(&none, turn), &HashMap::new())
-                    .unwrap()
-                    .id
-                    .as_str()
-            })
-            .collect();
-        assert_eq!(ids, ["a", "b", "a", "b"]);
-    }
-
-    #[test]
-    fn a_member_that_was_tried_is_not_tried_again() {
-        let snapshot = Snapshot::new(1, vec![dit("a", 0), dit("b", 3)]);
-        let tried = HashSet::from(["a".to_owned()]);
-        assert_eq!(
-            pick(&snapshot, wish(&tried, 0), &HashMap::new())
-                .unwrap()
-                .id,
-            "b"
-        );
-        let both = HashSet::from(["a".to_owned(), "b".to_owned()]);
-        assert_eq!(pick(&snapshot, wish(&both, 0), &HashMap::new()), None);
-    }
-
-    #[test]
     fn what_was_considered_has_the_best_first_and_a_reason_for_each_of_the_others() {
         let mut cordoned = dit("c", 0);
         cordoned.cordoned = true;
@@ -268,7 +167,8 @@ mod tests {
         let tried = HashSet::from(["t".to_owned()]);
         let under_way = HashMap::from([("b".to_owned(), 2)]);
         let snapshot = Snapshot::new(7, all);
-        let got = considered(&snapshot, wish(&tried, 0), &under_way);
+        let need = Need::default();
+        let got = considered(&snapshot, wish(&tried, 0), &need, &under_way);
         assert_eq!(
             (got.stage.as_str(), got.epoch, got.eligible),
             ("dit-worker", 7, 2)
@@ -293,10 +193,9 @@ mod tests {
                 ("other weights", 1)
             ]
         );
-        assert_eq!(
-            pick(&snapshot, wish(&tried, 0), &under_way).unwrap().id,
-            "b"
-        );
+        let directory = Directory::new(&snapshot);
+        let picked = directory.pick(&snapshot, wish(&tried, 0), &need, &under_way);
+        assert_eq!(picked.unwrap().id, "b", "the first of them is who gets it");
     }
 
     #[test]
@@ -316,35 +215,5 @@ mod tests {
             .collect();
         assert_eq!(names, ["w"]);
         assert_eq!(missing_role(&Snapshot::default()), "ar-stage");
-    }
-
-    prop_compose! {
-        fn any_member()(
-            id in "[a-f]", role in 1..5_i32, state in 1..4_i32, weights in "[vw]", running in 0..9_u32,
-        ) -> Member {
-            let mut made = member(&id, Role::ArStage, MemberState::Ready, &weights, running);
-            (made.role, made.state) = (role, state);
-            made
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn only_ready_members_of_the_same_weights_are_picked(
-            members in proptest::collection::vec(any_member(), 0..12),
-            tried in proptest::collection::hash_set("[a-f]", 0..3),
-            turn in any::<u64>(),
-        ) {
-            let snapshot = Snapshot::new(1, members);
-            let legal = |m: &&Member| {
-                m.role() == Role::DitWorker && m.state() == MemberState::Ready
-                    && weights_of(m) == Some("w") && !tried.contains(&m.id)
-            };
-            let chosen = pick(&snapshot, wish(&tried, turn), &HashMap::new());
-            let least = snapshot.members.values().filter(legal)
-                .map(|m| m.load.unwrap().running).min();
-            prop_assert_eq!(chosen.map(|m| m.load.unwrap().running), least);
-            prop_assert!(chosen.iter().all(legal));
-        }
     }
 }

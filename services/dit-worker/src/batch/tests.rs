@@ -390,3 +390,20 @@ fn by_cost_limits_hold_a_failing_job_fails_alone_and_nobody_is_forgotten() {
         assert_eq!(result.is_err(), index == 1, "{index}");
     }
 }
+
+#[test]
+fn a_deadline_that_would_be_missed_takes_the_place_of_a_higher_class_between_two_steps() {
+    // Steps of four seconds, and a small job that must be done in three.
+    for (due, want) in [(None, [1, 1, 2]), (Some(3), [1, 2, 1])] {
+        let fake = Fake::default();
+        let (limits, costs) = (ROOMY, Some(constants(0.0)));
+        let mut batch = Batch::new(fake.clone(), Forming { limits, costs });
+        let _first = push_terms(&mut batch, (1, 2), 4_000, Class::Interactive);
+        steps(&mut batch, 1);
+        let _second = push_terms(&mut batch, (2, 1), 10, Class::Background);
+        let terms = &mut batch.members.last_mut().unwrap().entry.terms;
+        terms.due = due.map(|seconds| terms.arrived + Duration::from_secs(seconds));
+        steps(&mut batch, 4);
+        assert_eq!(fake.0.lock().unwrap().concat(), want, "due in {due:?} s");
+    }
+}

@@ -55,6 +55,7 @@ impl Load {
             resume: None,
             news: NewsPlan::default(),
             class: crate::batch::Class::Standard,
+            due: None,
             arrived: base::clock::now(),
         }
     }

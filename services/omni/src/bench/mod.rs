@@ -2,6 +2,7 @@
 //! measured or follows from a formula stated here.
 mod attention;
 mod balance;
+mod costs;
 mod decode;
 mod denoise;
 mod flops;
@@ -24,6 +25,7 @@ mod transfer;
 
 pub(crate) use attention::{AttentionArgs, run as attention};
 pub(crate) use balance::{BalanceArgs, run as balance};
+pub(crate) use costs::{CostsArgs, run as costs};
 pub(crate) use decode::{DecodeArgs, run as decode};
 pub(crate) use denoise::{DenoiseArgs, run as denoise};
 pub(crate) use mix::{MixArgs, run as mix};

@@ -61,6 +61,34 @@ fn predicted_work_counts_more_than_the_number_of_jobs() {
 }
 
 #[test]
+fn own_work_counts_who_was_tried_is_not_tried_again_and_equals_take_turns() {
+    let members = vec![
+        worker("a", load(1)),
+        worker("b", load(1)),
+        worker("c", load(2)),
+    ];
+    let snapshot = Snapshot::new(1, members);
+    let directory = Directory::new(&snapshot);
+    let picked = |tried: &[&str], sent: &[(&str, u32)], turn| {
+        let tried = tried.iter().map(|id| (*id).to_owned()).collect();
+        let sent = sent.iter().map(|(id, jobs)| ((*id).to_owned(), *jobs));
+        let wish = Wish {
+            role: Role::DitWorker,
+            weights_id: "w",
+            tried: &tried,
+            turn,
+        };
+        let found = directory.pick(&snapshot, wish, &Need::default(), &sent.collect());
+        found.map(|member| member.id.clone())
+    };
+    let by_turns: Vec<_> = (0..4).filter_map(|turn| picked(&[], &[], turn)).collect();
+    assert_eq!(by_turns, ["a", "b", "a", "b"]);
+    assert_eq!(picked(&[], &[("a", 4), ("b", 3)], 0).unwrap(), "c");
+    assert_eq!(picked(&["a", "b"], &[], 0).unwrap(), "c");
+    assert_eq!(picked(&["a", "b", "c"], &[], 0), None);
+}
+
+#[test]
 fn a_prefix_is_not_carried_elsewhere_for_less_than_it_costs() {
     let snapshot = |running| {
         Snapshot::new(
@@ -72,6 +100,7 @@ fn a_prefix_is_not_carried_elsewhere_for_less_than_it_costs() {
         host: "host-here".to_owned(),
         bytes: 500_000_000,
         seconds: 1.0,
+        ..Need::default()
     };
     // One of four places taken by a job of a second is less than half a second of travel, three are more.
     assert_eq!(pick(&snapshot(1), &need, 0).unwrap(), "here");
@@ -103,6 +132,7 @@ fn among_many_an_idle_one_at_the_prefix_is_found() {
         host: "host-m00777".to_owned(),
         bytes: 1,
         seconds: 1.0,
+        ..Need::default()
     };
     for turn in 0..50 {
         assert_eq!(pick(&snapshot, &need, turn).unwrap(), "m00777");
@@ -153,19 +183,58 @@ fn one_picture_alone_is_predicted_by_the_quickest_worker_that_told() {
     let mut broken = told(f64::NAN, 1_000);
     broken.id = "broken".to_owned();
     let snapshot = Snapshot::new(1, vec![told(1e-3, 2_000), told(2e-3, 1_000), broken]);
-    let rows = Rows {
-        rows: 2,
-        tokens: 100,
-        prefix: 7,
+    let picture = Drawing {
+        rows: Rows {
+            rows: 2,
+            tokens: 100,
+            prefix: 7,
+        },
+        steps: 10,
+        image_tokens: 90,
     };
     let directory = Directory::new(&snapshot);
     // Twice as slow as told: 10 steps of 0.5 + 200 x 1e-3, and 90 tokens decoded.
-    let seconds = directory.seconds(&snapshot, "w", rows, (10, 90)).unwrap();
+    let seconds = directory.seconds(&snapshot, "w", &picture).unwrap();
     assert!(
         (seconds - 2.0 * (10.0 * 0.7 + 0.9)).abs() < 1e-9,
         "{seconds}"
     );
-    assert_eq!(directory.seconds(&snapshot, "v", rows, (10, 90)), None);
+    assert_eq!(directory.seconds(&snapshot, "v", &picture), None);
+}
+
+#[test]
+fn a_slower_pool_is_taken_when_the_picture_is_done_there_sooner() {
+    let told = |id: &str, per_token_s, backlog_ms| Member {
+        step_costs: Some(StepCosts {
+            per_token_s,
+            ..StepCosts::default()
+        }),
+        ..worker(
+            id,
+            Load {
+                backlog_ms,
+                ..load(1)
+            },
+        )
+    };
+    let need = Need {
+        picture: Some(Drawing {
+            rows: Rows {
+                rows: 2,
+                tokens: 100,
+                prefix: 7,
+            },
+            steps: 10,
+            image_tokens: 90,
+        }),
+        ..Need::default()
+    };
+    // A picture takes two seconds at the one and six at the other.
+    for (behind_ms, taken) in [(3_000, "quick"), (5_000, "slow")] {
+        let members = vec![told("quick", 1e-3, 1 + behind_ms), told("slow", 3e-3, 1)];
+        let snapshot = Snapshot::new(1, members);
+        assert_eq!(pick(&snapshot, &need, 0).unwrap(), taken, "{behind_ms} ms");
+    }
 }
 
 #[test]
@@ -207,7 +276,35 @@ fn decisions_among_a_thousand_and_ten_thousand() {
     }
 }
 
+prop_compose! {
+    fn any_member()(
+        id in "[a-f]", role in 1..5_i32, state in 1..4_i32, weights in "[vw]", cordoned in any::<bool>(),
+        running in 0..9_u32,
+    ) -> Member {
+        let model = ModelInfo { weights_id: weights, ..ModelInfo::default() };
+        Member { role, state, cordoned, model: Some(model), ..worker(&id, load(running)) }
+    }
+}
+
 proptest! {
+    #[test]
+    fn only_ready_members_of_the_same_weights_are_picked(
+        members in proptest::collection::vec(any_member(), 0..12),
+        tried in proptest::collection::hash_set("[a-f]", 0..3),
+        turn in any::<u64>(),
+    ) {
+        let snapshot = Snapshot::new(1, members);
+        let legal = |m: &&Member| {
+            m.role() == Role::DitWorker && m.state() == MemberState::Ready && !m.cordoned
+                && weights_of(m) == Some("w") && !tried.contains(&m.id)
+        };
+        let wish = Wish { role: Role::DitWorker, weights_id: "w", tried: &tried, turn };
+        let chosen = Directory::new(&snapshot).pick(&snapshot, wish, &Need::default(), &HashMap::new());
+        let least = snapshot.members.values().filter(legal).map(|m| m.load.unwrap().running).min();
+        prop_assert_eq!(chosen.map(|m| m.load.unwrap().running), least);
+        prop_assert!(chosen.iter().all(legal));
+    }
+
     /// With few members the choice is exact: nobody legal is further ahead.
     #[test]
     fn the_least_loaded_of_few_is_picked(

@@ -20,7 +20,11 @@ use tonic::Status;
 use super::recovery::{Missing, Prefixes};
 use super::{Lost, Prefix, Tries, Walk, protocol, stage_error};
 use crate::{
-    RouterError, jobs::JobHandle, members::Assignment, placement::role_name, validate::policy_name,
+    RouterError,
+    jobs::JobHandle,
+    members::{Assignment, drawing},
+    placement::role_name,
+    validate::policy_name,
 };
 
 /// Steps between two checkpoints: what a worker that dies costs at most.
@@ -131,7 +135,8 @@ impl Walk {
                 steps,
                 job,
             };
-            tries.need = prefix.need(alone);
+            let picture = drawing(&self.request, self.request.tokens_of(prefix.size));
+            tries.need = prefix.need(picture, alone);
             let assignment = self.assign(&mut tries).await?;
             let (told, from) = (way.told, clock::now());
             match self.denoise_once(&assignment, &canvas, &mut way).await {

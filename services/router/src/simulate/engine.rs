@@ -225,6 +225,7 @@ impl<'a> World<'a> {
             Event::Freed(worker) => {
                 self.workers[worker].busy = false;
                 self.kick(worker);
+                self.tell(worker);
             }
         }
         Ok(())
@@ -284,9 +285,13 @@ impl<'a> World<'a> {
         let rows = rows_of(request, &self.numbers)?;
         let tokens = u64::from(rows.rows) * u64::from(rows.prefix);
         let first = self.progress[index].first;
+        let constants = self.truth.0;
+        let image_tokens = request.image_tokens(self.numbers.pixels_per_token)?;
+        let steps = f64::from(request.steps) * constants.step(Load::from(rows));
+        let alone = steps + constants.decode(image_tokens);
         let mut chosen = Vec::new();
         for id in first..first + JobId::from(request.n) {
-            let worker = self.places.pick();
+            let worker = self.places.pick(alone);
             self.images[at(id)].1 = Some(worker);
             let deadline = request.deadline_s.map(|s| request.at() + seconds(s));
             self.workers[worker].state.push(Job {
@@ -304,8 +309,17 @@ impl<'a> World<'a> {
         // All images are there before any worker begins.
         for worker in chosen {
             self.kick(worker);
+            self.tell(worker);
         }
         Ok(())
+    }
+
+    /// The router hears how much a worker has to do.
+    fn tell(&mut self, index: usize) {
+        let worker = &self.workers[index];
+        let backlog = worker.state.backlog(&worker.predictor);
+        let jobs = worker.state.entries().count();
+        self.places.tell(self.now, index, jobs, backlog);
     }
 
     /// A step boundary of a worker that has nothing else to do.

@@ -321,3 +321,8 @@ fn a_bad_cluster_is_refused_by_field() {
     }
     assert_eq!(seconds(f64::NAN), std::time::Duration::ZERO);
 }
+
+fn committed(name: &str) -> String {
+    let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../../deploy/traces/");
+    std::fs::read_to_string(format!("{dir}{name}")).unwrap()
+}

@@ -131,6 +131,9 @@ async fn a_deadline_ends_a_request_typed() {
     let (_, error) = collect(stream).await;
     assert_eq!(failure(&error.unwrap()).code, Code::DeadlineExceeded);
     dit.dropped().await;
+    // What is left of it is what the worker orders its steps by.
+    let given = dit.given.lock().unwrap().unwrap();
+    assert!(given < Duration::from_millis(700), "{given:?}");
 }
 
 #[tokio::test]

@@ -4,6 +4,7 @@ use std::{
     collections::VecDeque,
     pin::Pin,
     sync::{Arc, Mutex},
+    time::Duration,
 };
 
 use base::{Code, Failure, task::Tracker};
@@ -69,6 +70,8 @@ pub(crate) struct Script {
     pub(crate) every: u32,
     /// The last denoise request.
     pub(crate) asked: Arc<Mutex<Option<DenoiseRequest>>>,
+    /// The time that it was given.
+    pub(crate) given: Arc<Mutex<Option<Duration>>>,
     /// Prefixes of the last denoise request.
     pub(crate) handles: Arc<Mutex<Vec<PrefixHandle>>>,
     /// Where it publishes; set when it joins.
@@ -87,6 +90,7 @@ impl Script {
             waits: false,
             every: 2,
             asked: Arc::default(),
+            given: Arc::default(),
             handles: Arc::default(),
             pool: None,
             seen: Arc::default(),
@@ -356,6 +360,7 @@ impl DitWorkerService for Script {
         &self,
         request: Request<DenoiseRequest>,
     ) -> Result<Response<Self::DenoiseStream>, Status> {
+        *self.given.lock().unwrap() = proto::deadline::timeout(request.metadata());
         let request = request.into_inner();
         let handles = request.rows.iter().filter_map(|row| row.prefix.clone());
         *self.handles.lock().unwrap() = handles.collect();

@@ -1,5 +1,5 @@
 //! What a request may hold.
-use base::{Code, Fault as _};
+use base::{Code, Fault as _, limits::MAX_PROMPT_CHARS};
 use proptest::prelude::*;
 use proto::v1::Bucket;
 

@@ -11,7 +11,7 @@ use std::{collections::BTreeMap, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
-use crate::cost::{Load, Rows};
+use crate::cost::{Load, Predictor, Rows};
 
 /// Names a job.
 pub type JobId = u64;
@@ -217,6 +217,17 @@ impl State {
             self.entries.remove(&entry.job.id);
         }
         finished
+    }
+
+    /// Seconds until everything here is done, as predicted: everybody's own share of its steps, and what is paid
+    /// once in as many steps as the longest job has left.
+    pub fn backlog(&self, predictor: &Predictor) -> f64 {
+        let own = |entry: &Entry| predictor.marginal(entry.job.load()) * f64::from(entry.left());
+        let own: f64 = self.entries().map(own).sum();
+        let all: Load = self.entries().map(|entry| entry.job.load()).sum();
+        let longest = self.entries().map(Entry::left).max().unwrap_or(0);
+        let once = (predictor.step(all) - predictor.marginal(all)).max(0.0);
+        own + once * f64::from(longest)
     }
 
     /// Jobs whose deadline has passed, as decisions.

@@ -8,6 +8,7 @@
 //! follows what is really measured.
 mod constants;
 mod correction;
+mod fit;
 
 use std::{iter::Sum, ops::Add};
 

@@ -211,3 +211,45 @@ fn what_is_no_time_corrects_nothing() {
         assert_eq!(correction.ratio(), 1.0);
     }
 }
+
+#[test]
+fn samples_that_do_not_tell_what_a_token_costs_are_refused() {
+    let (few, many) = (rows(2, 1, 10), rows(2, 400, 10));
+    for samples in [
+        vec![],
+        vec![(few, 0.0)],
+        vec![(few, f64::NAN), (many, 1.0)],
+        vec![(Load::default(), 1.0)],
+    ] {
+        assert!(Constants::fit(&samples).is_err(), "{samples:?}");
+    }
+    // Measured the wrong way round: nothing is paid once, and the rest is what fits best.
+    let odd = Constants::fit(&[(few, 1e-3), (many, 1e-4)]).unwrap();
+    assert!(odd.check().is_ok());
+}
+
+proptest! {
+    /// Exact times give back what they were made of, and noise of a per cent stays about that.
+    #[test]
+    fn fitted_constants_predict_what_was_measured(
+        fixed_s in 0.0..0.1_f64, per_token_s in 1e-6..1e-4_f64, per_pair_s in 0.0..1e-9_f64,
+        noise in proptest::collection::vec(-0.01..0.01_f64, 5),
+    ) {
+        let truth = Constants { fixed_s, per_token_s, per_pair_s, ..odd() };
+        let loads = [rows(2, 2, 100), rows(2, 257, 100), rows(2, 1025, 100), rows(2, 4097, 100), rows(8, 1025, 100)];
+        let exact: Vec<_> = loads.iter().map(|load| (*load, truth.step(*load))).collect();
+        let fitted = Constants::fit(&exact).unwrap();
+        let noisy: Vec<_> = exact.iter().zip(&noise).map(|((load, s), off)| (*load, s * (1.0 + off))).collect();
+        let near = Constants::fit(&noisy).unwrap();
+        for (load, seconds) in &exact {
+            prop_assert!((fitted.step(*load) / seconds - 1.0).abs() < 1e-6);
+            prop_assert!((near.step(*load) / seconds - 1.0).abs() < 0.03);
+        }
+        prop_assert!(near.check().is_ok());
+    }
+}
+
+/// Nothing but a token's cost.
+fn odd() -> Constants {
+    Constants::fit(&[(rows(1, 1, 0), 1.0)]).unwrap()
+}
