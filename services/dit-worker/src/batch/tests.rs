@@ -362,8 +362,8 @@ fn by_cost_the_urgent_come_first_then_the_small_and_what_was_begun_goes_on_later
     assert_eq!(batch.former.as_ref().unwrap().parked(), 1);
     assert!(batch.outlook().backlog_s > 0.0);
     steps(&mut batch, 10);
-    // A large one has the latest target of all, half a minute a class notwithstanding.
-    assert_eq!(fake.0.lock().unwrap().concat(), [1, 4, 2, 2, 3, 1, 1]);
+    // What is tiny comes first whatever its class; a large one has the latest target of all.
+    assert_eq!(fake.0.lock().unwrap().concat(), [1, 2, 2, 3, 4, 1, 1]);
     drop(large);
     assert_eq!(batch.outlook().backlog_s, 0.0);
 }
@@ -393,14 +393,14 @@ fn by_cost_limits_hold_a_failing_job_fails_alone_and_nobody_is_forgotten() {
 
 #[test]
 fn a_deadline_that_would_be_missed_takes_the_place_of_a_higher_class_between_two_steps() {
-    // Steps of four seconds, and a small job that must be done in three.
-    for (due, want) in [(None, [1, 1, 2]), (Some(3), [1, 2, 1])] {
+    // Steps of four seconds, and a job of two and a half that must be done in four.
+    for (due, want) in [(None, [1, 1, 2]), (Some(4), [1, 2, 1])] {
         let fake = Fake::default();
         let (limits, costs) = (ROOMY, Some(constants(0.0)));
         let mut batch = Batch::new(fake.clone(), Forming { limits, costs });
         let _first = push_terms(&mut batch, (1, 2), 4_000, Class::Interactive);
         steps(&mut batch, 1);
-        let _second = push_terms(&mut batch, (2, 1), 10, Class::Background);
+        let _second = push_terms(&mut batch, (2, 1), 2_500, Class::Background);
         let terms = &mut batch.members.last_mut().unwrap().entry.terms;
         terms.due = due.map(|seconds| terms.arrived + Duration::from_secs(seconds));
         steps(&mut batch, 4);

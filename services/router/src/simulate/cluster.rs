@@ -135,16 +135,17 @@ impl Cluster {
             "must be 0 to 1",
         )?;
         let seconds = |x: f64| x > 0.0 && x <= 1e6;
-        bound(
-            (0.0..=1e6).contains(&self.rules.class_s),
-            "rules.class_s",
-            "must be 0 to 1e6",
-        )?;
-        bound(
-            seconds(self.rules.stretch),
-            "rules.stretch",
-            "must be above 0 and at most 1e6",
-        )?;
+        let rules = &self.rules;
+        for (field, value) in [
+            ("rules.class_s", rules.class_s),
+            ("rules.class_stretch", rules.class_stretch),
+            ("rules.overdue_s", rules.overdue_s),
+        ] {
+            bound((0.0..=1e6).contains(&value), field, "must be 0 to 1e6")?;
+        }
+        for (field, value) in [("rules.stretch", rules.stretch), ("rules.late", rules.late)] {
+            bound(seconds(value), field, "must be above 0 and at most 1e6")?;
+        }
         let scale = (0.1..=10.0).contains(&self.truth.scale);
         bound(scale, "truth.scale", "must be 0.1 to 10")?;
         let jitter = (0.0..=0.5).contains(&self.truth.jitter);

@@ -295,6 +295,16 @@ fn a_bad_cluster_is_refused_by_field() {
             },
         ),
         (
+            "rules.class_stretch",
+            Cluster {
+                rules: Rules {
+                    class_stretch: f64::NAN,
+                    ..good.rules
+                },
+                ..good.clone()
+            },
+        ),
+        (
             "rules.class_s",
             Cluster {
                 rules: Rules {
@@ -325,4 +335,52 @@ fn a_bad_cluster_is_refused_by_field() {
 fn committed(name: &str) -> String {
     let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../../deploy/traces/");
     std::fs::read_to_string(format!("{dir}{name}")).unwrap()
+}
+
+/// Reports by cost and by first come of the committed mixed trace at 80 % load, with a queue in which both find all that
+/// there is to choose from.
+fn at_eighty_percent(name: &str) -> [Report; 2] {
+    let cluster = Cluster {
+        admission: AdmissionBounds {
+            max_running: 512,
+            max_queued: 100_000,
+        },
+        ..toml::from_str(&committed(name)).unwrap()
+    };
+    let trace = Trace::parse(&committed("mixed.jsonl")).unwrap();
+    let factor = offered_load(&trace, &cluster).unwrap() / 0.8;
+    let trace = trace.stretched(factor);
+    let reports = POLICIES.map(|policy| run(&trace, &cluster, policy, 1).unwrap());
+    for report in &reports {
+        println!("{}", report.table());
+    }
+    let [by_cost, _] = &reports;
+    for class in &by_cost.latency {
+        assert_eq!(class.done, class.requests, "{} is starved", class.name);
+    }
+    reports
+}
+
+/// 99th percentile of the small ones, over that of first come.
+fn small_ones([by_cost, first_come]: &[Report; 2]) -> f64 {
+    by_cost.latency[3].p99_s / first_come.latency[3].p99_s
+}
+
+#[test]
+fn where_layers_are_copied_in_cost_makes_a_third_more_images_and_small_ones_wait_half_as_long() {
+    let reports = at_eighty_percent("cluster-8-offload.toml");
+    let [by_cost, first_come] = &reports;
+    let gain = by_cost.images_per_s / first_come.images_per_s;
+    assert!(gain >= 1.3, "{gain}");
+    assert!(small_ones(&reports) <= 0.5, "{}", small_ones(&reports));
+    let worst = |report: &Report| report.latency.iter().map(|g| g.worst_s).fold(0.0, f64::max);
+    assert!(worst(by_cost) < worst(first_come));
+}
+
+#[test]
+fn where_the_model_is_resident_cost_makes_as_many_images_and_small_ones_wait_half_as_long() {
+    let reports = at_eighty_percent("cluster-8-measured.toml");
+    let [by_cost, first_come] = &reports;
+    assert!(by_cost.images_per_s >= 0.99 * first_come.images_per_s);
+    assert!(small_ones(&reports) <= 0.5, "{}", small_ones(&reports));
 }

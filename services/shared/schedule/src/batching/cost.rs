@@ -1,15 +1,17 @@
 //! Batching decided by cost.
 //!
 //! Jobs are ordered by target: the time of arrival and [`Rules::stretch`] times what the job would take alone, or its
-//! deadline if that is sooner; and each class down counts as [`Rules::class_s`] later. So small jobs come first, and
-//! as targets do not move while the clock does, none can be overtaken for ever. Before them come deadlines that
-//! could no longer be met otherwise, the earliest first. The first job is in the batch; each one after it joins if
+//! deadline if that is sooner; and each class down counts as later, by [`Rules::class_s`] and by
+//! [`Rules::class_stretch`] times its own run: among jobs of one size the class decides, and a small job of a low class
+//! costs a large one of a high class next to nothing. So small jobs come first, and as targets do not move while the
+//! clock does, none can be overtaken for ever. Before them come deadlines that could no longer be met otherwise, the
+//! earliest first. The first job is in the batch; each one after it joins if
 //!
 //! - it fits into the limits,
 //! - it pays: the time that sharing saves is at least [`Rules::pay`] of the job's own step, and the step still
 //!   spends [`Rules::overhead`] of its time on what is paid once a step, and
-//! - it makes nobody late: no job in the batch that could still meet its target, if the batch stayed as it is, and no
-//!   deadline that can be met when from now on only jobs with deadlines run, one after the other.
+//! - it makes nobody late ([`Rules::late`]): no job in the batch that could still be in time, if the batch stayed as it
+//!   is, and no deadline that can be met when from now on only jobs with deadlines run, one after the other.
 use std::{collections::BTreeSet, time::Duration};
 
 use serde::{Deserialize, Serialize};
@@ -25,11 +27,18 @@ pub struct Rules {
     pub pay: f64,
     /// Least share of a step that is paid whoever is in it, for one more to join.
     pub overhead: f64,
-    /// Seconds by which the target of a job counts as later than that of one a class above. This is how long a
-    /// lower class may be held up by a higher one that is always there.
+    /// Seconds by which the target of a job counts as later than that of one a class above.
     pub class_s: f64,
-    /// Times its own run that a job may take before it counts as late.
+    /// Times its own run by which it counts as later still. With `class_s` this is how long a lower class may be held up
+    /// by a higher one that is always there.
+    pub class_stretch: f64,
+    /// Seconds after its target from which a job gives way to no deadline any more.
+    pub overdue_s: f64,
+    /// Times its own run by which the target of a job is later than its arrival: the larger, the sooner small jobs come.
     pub stretch: f64,
+    /// Times its own run that a job may take before it counts as late, and of its own step that a step may take which
+    /// a late one is in.
+    pub late: f64,
 }
 
 impl Default for Rules {
@@ -37,8 +46,11 @@ impl Default for Rules {
         Self {
             pay: 0.05,
             overhead: 0.02,
-            class_s: 30.0,
-            stretch: 6.0,
+            class_s: 5.0,
+            class_stretch: 6.0,
+            overdue_s: 30.0,
+            stretch: 12.0,
+            late: 3.0,
         }
     }
 }
@@ -50,7 +62,8 @@ type Key = (Duration, Duration, JobId);
 struct Candidate<'a> {
     entry: &'a Entry,
     load: Load,
-    target: Duration,
+    /// When it would be late.
+    late: Duration,
     key: Key,
 }
 
@@ -86,13 +99,17 @@ fn candidate<'a>(entry: &'a Entry, predictor: &Predictor, rules: &Rules) -> Cand
     let (job, load) = (&entry.job, entry.job.load());
     // Without the correction: an order that moved with it would park jobs for nothing.
     let alone = predictor.constants.step(load) * f64::from(job.steps);
-    let in_time = job.arrived.saturating_add(duration(alone * rules.stretch));
-    let target = job.deadline.map_or(in_time, |due| due.min(in_time));
-    let later = duration(rules.class_s * f64::from(job.class as u8));
+    let within = |times: f64| {
+        let at = job.arrived.saturating_add(duration(alone * times));
+        job.deadline.map_or(at, |due| due.min(at))
+    };
+    let target = within(rules.stretch);
+    let later = rules.class_s + rules.class_stretch * alone;
+    let later = duration(later * f64::from(job.class as u8));
     Candidate {
         entry,
         load,
-        target,
+        late: within(rules.late),
         key: (target.saturating_add(later), job.arrived, job.id),
     }
 }
@@ -130,7 +147,7 @@ fn choose(
             None => blocked |= waiting,
             Some(room) => {
                 if batch.accepts(candidate, predictor, rules) {
-                    batch.take(now, candidate, predictor, room);
+                    batch.take(now, candidate, (predictor, rules), room);
                 }
             }
         }
@@ -175,7 +192,7 @@ struct Batch {
     room: Room,
     load: Load,
     chosen: BTreeSet<JobId>,
-    /// Seconds that the step may take for the chosen jobs to meet their targets.
+    /// Seconds that the step may take for none of the chosen jobs to become late.
     longest: f64,
     promises: Vec<Promise>,
 }
@@ -193,7 +210,7 @@ impl Batch {
         let Some(first) = order.first() else {
             return BTreeSet::new();
         };
-        let overdue = first.key.0.saturating_add(duration(rules.class_s)) <= now;
+        let overdue = first.key.0.saturating_add(duration(rules.overdue_s)) <= now;
         let alone = predictor.step(first.load);
         let broken = self.broken(first, alone, alone);
         let count = broken.filter(|_| !overdue).map_or(0, |last| last + 1);
@@ -212,16 +229,25 @@ impl Batch {
         (0..self.promises.len()).rev().find(breaks)
     }
 
-    fn take(&mut self, now: Duration, job: &Candidate<'_>, predictor: &Predictor, room: Room) {
+    fn take(
+        &mut self,
+        now: Duration,
+        job: &Candidate<'_>,
+        (predictor, rules): (&Predictor, &Rules),
+        room: Room,
+    ) {
         let alone = predictor.step(job.load);
         self.room = room;
         self.load = self.load + job.load;
         self.chosen.insert(job.entry.job.id);
-        let pace = job.target.saturating_sub(now).as_secs_f64() / job.left();
-        // Who would be late even alone holds nobody up.
-        if pace >= alone {
-            self.longest = self.longest.min(pace);
-        }
+        let pace = job.late.saturating_sub(now).as_secs_f64() / job.left();
+        // Who would be late even alone is not to become much later.
+        let pace = if pace >= alone {
+            pace
+        } else {
+            alone * rules.late
+        };
+        self.longest = self.longest.min(pace);
         let own = self.promises.iter().position(|p| p.id == job.entry.job.id);
         for promise in self.promises.iter_mut().skip(own.unwrap_or(usize::MAX)) {
             promise.gained += alone;

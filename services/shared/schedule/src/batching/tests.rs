@@ -168,18 +168,39 @@ fn beside_a_full_higher_class(due: Option<f64>) -> (Duration, Rules, f64) {
     (drive.finished[&0], drive.rules, alone)
 }
 
+/// The target of a background job, two classes later, and its own run.
+fn bound_of(rules: &Rules, alone: f64) -> f64 {
+    2.0 * (rules.class_s + rules.class_stretch * alone) + (rules.stretch + 1.0) * alone
+}
+
+#[test]
+fn among_jobs_of_one_size_the_class_decides_and_a_small_one_of_a_low_class_comes_before_a_large_one()
+ {
+    let mut drive = Drive::new(ONE, 0);
+    let of = |class, job| Job { class, ..job };
+    drive.state.push(of(Class::Background, job(1, 4096, 50)));
+    drive.state.push(of(Class::Standard, job(2, 4096, 50)));
+    drive.state.push(of(Class::Interactive, job(3, 4096, 50)));
+    drive.state.push(of(Class::Background, job(4, 256, 8)));
+    drive.run(1_000);
+    let mut order: Vec<_> = drive.finished.iter().map(|(id, at)| (*at, *id)).collect();
+    order.sort_unstable();
+    let order: Vec<_> = order.into_iter().map(|(_, id)| id).collect();
+    assert_eq!(order, [4, 3, 2, 1]);
+}
+
 #[test]
 fn a_full_higher_class_holds_a_lower_one_up_for_a_bounded_time() {
     let (done, rules, alone) = beside_a_full_higher_class(None);
-    // Its target, two classes later: whoever comes after that is behind it. Then its own run.
-    let bound = 2.0 * rules.class_s + (rules.stretch + 1.0) * alone;
+    // Whoever comes after its target is behind it.
+    let bound = bound_of(&rules, alone);
     assert!(
         done < Duration::from_secs_f64(bound + 1.0),
         "{done:?} {bound}"
     );
     // Deadlines that come before all else do so until it is long overdue.
     let (done, rules, alone) = beside_a_full_higher_class(Some(3.02));
-    let bound = 3.0 * rules.class_s + (rules.stretch + 1.0) * alone;
+    let bound = bound_of(&rules, alone) + rules.overdue_s;
     assert!(
         done < Duration::from_secs_f64(bound + 1.0),
         "{done:?} {bound}"
