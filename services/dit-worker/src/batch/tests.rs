@@ -393,14 +393,14 @@ fn by_cost_limits_hold_a_failing_job_fails_alone_and_nobody_is_forgotten() {
 
 #[test]
 fn a_deadline_that_would_be_missed_takes_the_place_of_a_higher_class_between_two_steps() {
-    // Steps of four seconds, and a job of two and a half that must be done in four.
-    for (due, want) in [(None, [1, 1, 2]), (Some(4), [1, 2, 1])] {
+    // Steps of four seconds, and a job of four and a half that must be done in six.
+    for (due, want) in [(None, [1, 1, 2]), (Some(6), [1, 2, 1])] {
         let fake = Fake::default();
         let (limits, costs) = (ROOMY, Some(constants(0.0)));
         let mut batch = Batch::new(fake.clone(), Forming { limits, costs });
         let _first = push_terms(&mut batch, (1, 2), 4_000, Class::Interactive);
         steps(&mut batch, 1);
-        let _second = push_terms(&mut batch, (2, 1), 2_500, Class::Background);
+        let _second = push_terms(&mut batch, (2, 1), 4_500, Class::Background);
         let terms = &mut batch.members.last_mut().unwrap().entry.terms;
         terms.due = due.map(|seconds| terms.arrived + Duration::from_secs(seconds));
         steps(&mut batch, 4);

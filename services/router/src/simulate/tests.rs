@@ -254,78 +254,21 @@ fn a_bad_line_is_named_with_its_field() {
 
 #[test]
 fn a_bad_cluster_is_refused_by_field() {
-    let good = cluster(1);
-    let broken = [
-        (
-            "workers",
-            Cluster {
-                workers: 0,
-                ..good.clone()
-            },
-        ),
-        (
-            "plan",
-            Cluster {
-                plan: "pp=2".to_owned(),
-                ..good.clone()
-            },
-        ),
-        (
-            "plan",
-            Cluster {
-                plan: "many".to_owned(),
-                ..good.clone()
-            },
-        ),
-        (
-            "streamed_layers",
-            Cluster {
-                streamed_layers: 99,
-                ..good.clone()
-            },
-        ),
-        (
-            "truth.scale",
-            Cluster {
-                truth: Truth {
-                    scale: f64::NAN,
-                    jitter: 0.0,
-                },
-                ..good.clone()
-            },
-        ),
-        (
-            "rules.class_stretch",
-            Cluster {
-                rules: Rules {
-                    class_stretch: f64::NAN,
-                    ..good.rules
-                },
-                ..good.clone()
-            },
-        ),
-        (
-            "rules.class_s",
-            Cluster {
-                rules: Rules {
-                    class_s: -1.0,
-                    ..good.rules
-                },
-                ..good.clone()
-            },
-        ),
-        (
-            "step.free_gib",
-            Cluster {
-                step: StepBounds {
-                    free_gib: -1.0,
-                    ..good.step
-                },
-                ..good.clone()
-            },
-        ),
+    type Break = fn(&mut Cluster);
+    let broken: [(&str, Break); 9] = [
+        ("workers", |c| c.workers = 0),
+        ("plan", |c| c.plan = "pp=2".to_owned()),
+        ("plan", |c| c.plan = "many".to_owned()),
+        ("streamed_layers", |c| c.streamed_layers = 99),
+        ("truth.scale", |c| c.truth.scale = f64::NAN),
+        ("rules.class_stretch", |c| c.rules.class_stretch = f64::NAN),
+        ("rules.class_s", |c| c.rules.class_s = -1.0),
+        ("rules.late", |c| c.rules.late = 0.0),
+        ("step.free_gib", |c| c.step.free_gib = -1.0),
     ];
-    for (field, cluster) in broken {
+    for (field, damage) in broken {
+        let mut cluster = cluster(1);
+        damage(&mut cluster);
         let error = run(&trace(vec![request(0.0)]), &cluster, Policy::Cost, 1).unwrap_err();
         assert!(error.to_string().starts_with(field), "{field}: {error}");
     }
@@ -337,16 +280,9 @@ fn committed(name: &str) -> String {
     std::fs::read_to_string(format!("{dir}{name}")).unwrap()
 }
 
-/// Reports by cost and by first come of the committed mixed trace at 80 % load, with a queue in which both find all that
-/// there is to choose from.
+/// Reports by cost and by first come of the committed mixed trace at 80 % load.
 fn at_eighty_percent(name: &str) -> [Report; 2] {
-    let cluster = Cluster {
-        admission: AdmissionBounds {
-            max_running: 512,
-            max_queued: 100_000,
-        },
-        ..toml::from_str(&committed(name)).unwrap()
-    };
+    let cluster: Cluster = toml::from_str(&committed(name)).unwrap();
     let trace = Trace::parse(&committed("mixed.jsonl")).unwrap();
     let factor = offered_load(&trace, &cluster).unwrap() / 0.8;
     let trace = trace.stretched(factor);

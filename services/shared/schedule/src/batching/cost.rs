@@ -46,10 +46,10 @@ impl Default for Rules {
         Self {
             pay: 0.05,
             overhead: 0.02,
-            class_s: 5.0,
+            class_s: 3.0,
             class_stretch: 6.0,
             overdue_s: 30.0,
-            stretch: 12.0,
+            stretch: 16.0,
             late: 3.0,
         }
     }
