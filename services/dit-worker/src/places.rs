@@ -9,7 +9,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use schedule::batching::cost::Rules;
 use stage::StageError;
 use tokio::sync::oneshot;
 
@@ -163,6 +162,9 @@ impl Drop for Held {
     }
 }
 
+/// Seconds of waiting that count as one class, as in the router's queue.
+const CLASS_S: f64 = 30.0;
+
 /// Stands still, so that nobody waits for ever behind a class that is always there.
 fn turn(terms: &Terms) -> Instant {
     let class = match terms.class {
@@ -170,7 +172,7 @@ fn turn(terms: &Terms) -> Instant {
         Class::Standard => 1.0,
         Class::Background => 2.0,
     };
-    terms.arrived + Duration::from_secs_f64(class * Rules::default().class_s)
+    terms.arrived + Duration::from_secs_f64(class * CLASS_S)
 }
 
 #[cfg(test)]
