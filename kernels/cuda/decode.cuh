@@ -41,6 +41,47 @@ __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontr
 // The next kernel may take what is free of the multiprocessors.
 __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+// ---- parts of other ranks ---------------------------------------------------------------------------------
+
+// Parts of sums that the other ranks' kernels write into this device's memory, and how many blocks of each rank
+// have, ever.
+struct Arrival {
+    const unsigned* count;        // [ranks], null: nobody else writes
+    int* failed;                  // set when somebody did not come in time
+    unsigned target;              // of each count
+    unsigned patience;            // milliseconds
+    int ranks;
+    int me;
+};
+
+__device__ __forceinline__ unsigned arrived(const unsigned* count) {
+    unsigned out;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(out) : "l"(count) : "memory");
+    return out;
+}
+
+__device__ __forceinline__ uint64_t nanoseconds() {
+    uint64_t out;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(out));
+    return out;
+}
+
+// Until all parts are there, by all threads of the block. Counts wrap round.
+__device__ __forceinline__ void wait_for_parts(const Arrival& a) {
+    if (a.count == nullptr) return;
+    const int rank = threadIdx.x;
+    if (rank < a.ranks && rank != a.me && static_cast<int>(arrived(a.count + rank) - a.target) < 0) {
+        const uint64_t end = nanoseconds() + static_cast<uint64_t>(a.patience) * 1000000;
+        while (static_cast<int>(arrived(a.count + rank) - a.target) < 0) {
+            // Whoever was given up once is not waited for again.
+            if (__ldcg(a.failed) == 0 && nanoseconds() < end) continue;
+            atomicExch(a.failed, 1);
+            break;
+        }
+    }
+    __syncthreads();
+}
+
 // ---- numbers ----------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ __half saturated(float x) { return __float2half_rn(fminf(fmaxf(x, -kHalfMax), kHalfMax)); }

@@ -33,7 +33,7 @@ struct Ring {
     // Eight lanes that read two rows touch all banks where rows are apart; whole rows are read in two goes.
     static constexpr int kRowStride = kWhole ? bytes : bytes + 64;
     static constexpr int kSlotBytes = kTileRows * kRowStride;
-    static constexpr int kSlots = bytes == 1024 ? 10 : bytes == 3072 ? 4 : 3;
+    static constexpr int kSlots = bytes == 1024 ? 10 : 12288 / bytes;
     static constexpr int kWarpBytes = bytes / kWarps;
     static constexpr int kChunks = kWarpBytes / 64;
 };
@@ -496,3 +496,7 @@ __device__ __forceinline__ void product(const Arguments& a) {
     DECODE_PRODUCT(name##_16, fp8, 2, nk, bytes, op)     \
     DECODE_PRODUCT(name##_short_8, fp8, 1, 1, 1024, op)  \
     DECODE_PRODUCT(name##_short_16, fp8, 2, 1, 1024, op)
+// Rows of one stage that is a part of a released row: what a rank has of one.
+#define DECODE_CUT(name, fp8, op, bytes)       \
+    DECODE_PRODUCT(name##_8, fp8, 1, 1, bytes, op) \
+    DECODE_PRODUCT(name##_16, fp8, 2, 1, bytes, op)

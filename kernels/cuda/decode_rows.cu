@@ -109,17 +109,32 @@ __device__ __forceinline__ float block_sum(float x, float* scratch) {
 struct EnterArguments {
     const bf16* x;      // [tokens, width], or with `ids` [vocab, width]
     const int* ids;     // [tokens], or null
-    const float* y;     // [choices of all tokens, then shared ones][width], or null
+    const float* y;     // [rows][width], or null: row `token * by_token + k * by_choice` of choice k
     bf16* out;          // [tokens, width]
     const bf16* weight; // [width], or null: no norm
     void* h;            // 16-bit [tokens, width]
+    Arrival arrival;    // of y
     float eps;
     int tokens;
     int width;
-    int top_k;
-    int shared;         // 1: there are shared rows
+    int count;          // choices, or parts, of a token
+    int by_token;
+    int by_choice;
+    int shared;         // 1: there is a row more a token behind all of them
     int half;           // 1: h is f16, 0: bf16
 };
+
+// What is added to 8 columns of a token.
+template <class Arguments>
+__device__ __forceinline__ Eight summed(const Arguments& a, int token, int column) {
+    Eight add = {};
+    const float* row = a.y + static_cast<int64_t>(token) * a.by_token * a.width + column;
+    const int64_t step = static_cast<int64_t>(a.by_choice) * a.width;
+#pragma unroll 8
+    for (int k = 0; k < a.count; ++k) add_float(add, row + k * step);
+    if (a.shared) add_float(add, a.y + static_cast<int64_t>(a.tokens * a.count + token) * a.width + column);
+    return add;
+}
 
 // The input of a layer: an embedding, or what the experts of the layer before add to the stream; and its norm.
 // A block a token, with `kChunks` chunks of 8 elements a thread.
@@ -130,6 +145,7 @@ __device__ __forceinline__ void enter(const EnterArguments& a) {
     uint4 weight[kChunks];
     load_row(weight, a.weight, a.width);
     wait_for_previous();
+    wait_for_parts(a.arrival);
     const int token = blockIdx.x;
     const int64_t from = static_cast<int64_t>(a.ids != nullptr ? read_int(a.ids + token) : token) * a.width;
     Eight x[kChunks];
@@ -140,11 +156,7 @@ __device__ __forceinline__ void enter(const EnterArguments& a) {
         if (column >= a.width) continue;
         x[c] = load_bf16(a.x + from + column);
         if (a.y != nullptr) {
-            Eight add = {};
-            const float* row = a.y + static_cast<int64_t>(token) * a.top_k * a.width + column;
-#pragma unroll 8
-            for (int k = 0; k < a.top_k; ++k) add_float(add, row + static_cast<int64_t>(k) * a.width);
-            if (a.shared) add_float(add, a.y + static_cast<int64_t>(a.tokens * a.top_k + token) * a.width + column);
+            const Eight add = summed(a, token, column);
 #pragma unroll
             for (int i = 0; i < kVector; ++i) x[c].v[i] += add.v[i];
         }
@@ -179,7 +191,7 @@ namespace {
 
 struct RouteArguments {
     const bf16* x;       // [tokens, width]
-    const float* y;      // [tokens, width]: the output projection
+    const float* y;      // [parts, tokens, width]: the output projection, of each rank
     bf16* out;           // [tokens, width]: x + y; not x
     const bf16* weight;  // [width]
     void* h;             // 16-bit [tokens, width]: the norm of out
@@ -187,7 +199,9 @@ struct RouteArguments {
     float* logits;       // [tokens, experts]
     int* arrived;        // [1 + tokens]: of all, and of a token, what is through; zero before and after
     Routing* routing;
+    Arrival arrival;     // of y
     float eps;
+    int parts;
     int tokens;
     int width;
     int experts;
@@ -321,6 +335,7 @@ __device__ __forceinline__ void route(const RouteArguments& a, int each) {
             asm volatile("prefetch.global.L2 [%0];" ::"l"(a.router + at / a.width * term +
                                                           static_cast<int64_t>(first + e) * a.width + at % a.width));
     wait_for_previous();
+    wait_for_parts(a.arrival);
     const int64_t at = static_cast<int64_t>(token) * a.width;
     Eight x[kChunks];
     float sum = 0.0f;
@@ -330,7 +345,8 @@ __device__ __forceinline__ void route(const RouteArguments& a, int each) {
         x[c] = {};
         if (column >= a.width) continue;
         x[c] = load_bf16(a.x + at + column);
-        add_float(x[c], a.y + at + column);
+        for (int part = 0; part < a.parts; ++part)
+            add_float(x[c], a.y + static_cast<int64_t>(part) * a.tokens * a.width + at + column);
         round_bf16(x[c]);
         if (blockIdx.y == 0) store_eight(a.out + at + column, x[c], [](float v) { return __float2bfloat16_rn(v); });
         sum += squares(x[c]);
@@ -406,6 +422,58 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads, 4) decode_route(cons
 }
 extern "C" __global__ void __launch_bounds__(kRouteThreads, 2) decode_route_wide(const RouteArguments a, int each) {
     route<4, 8>(a, each);
+}
+
+namespace {
+
+constexpr int kSpreadThreads = 128;
+constexpr int kMostOthers = 7;
+
+struct SpreadArguments {
+    const float* y;  // as of EnterArguments; null: the own part is there already
+    float* own;      // [tokens, width]: this rank's part
+    float* other[kMostOthers];      // where it goes in the memory of other devices
+    unsigned* arrived[kMostOthers];  // what counts this rank's blocks there
+    int others;
+    int tokens;
+    int width;
+    int count;
+    int by_token;
+    int by_choice;
+    int shared;
+};
+
+}  // namespace
+
+// Sums what this rank has of each token, and tells the others. Grid: (tokens, parts of a row); each block counts once.
+extern "C" __global__ void __launch_bounds__(kSpreadThreads) decode_spread(const SpreadArguments a) {
+    let_next_start();
+    wait_for_previous();
+    const int token = blockIdx.x, column = (blockIdx.y * kSpreadThreads + threadIdx.x) * kVector;
+    if (column < a.width) {
+        const int64_t at = static_cast<int64_t>(token) * a.width + column;
+        Eight part = {};
+        if (a.y != nullptr) {
+            part = summed(a, token, column);
+        } else {
+            add_float(part, a.own + at);
+        }
+        const float4 low = make_float4(part.v[0], part.v[1], part.v[2], part.v[3]);
+        const float4 high = make_float4(part.v[4], part.v[5], part.v[6], part.v[7]);
+        const auto store = [&](float* to) {
+            reinterpret_cast<float4*>(to + at)[0] = low;
+            reinterpret_cast<float4*>(to + at)[1] = high;
+        };
+        if (a.y != nullptr) store(a.own);
+#pragma unroll
+        for (int i = 0; i < kMostOthers; ++i)
+            if (i < a.others) store(a.other[i]);
+    }
+    __syncthreads();
+    if (threadIdx.x < a.others) {
+        __threadfence_system();
+        asm volatile("red.release.sys.global.add.u32 [%0], 1;" ::"l"(a.arrived[threadIdx.x]) : "memory");
+    }
 }
 
 namespace {

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use common::batch::{Batch, RowSpec};
 use common::{full, values};
 use kernels::cuda::{
-    AttentionOut, AttentionPlan, Gpu, GpuAttnRow, GpuTensor, GpuType, KvRun, KvSlot, attention,
-    attention_fused, plan_fused,
+    AttentionOut, AttentionPlan, Gpu, GpuAttnRow, GpuTensor, GpuType, KvRun, KvSlot,
+    WholeAttention, attention, attention_fused, plan_fused,
 };
 use kernels::{AttnHeads, PartialAttention, Segment, Tensor, bf16, mha, varlen_attention_partial};
 
@@ -355,6 +355,49 @@ fn attention_within_a_fused_projection_is_that_of_the_cpu() {
         assert!(error(got, &want.to_f32_vec()) < TOLERANCE);
         start += n;
     }
+}
+
+/// Heads of several sizes, numbers of tokens that fill no group, and tokens that nobody sees.
+#[test]
+#[ignore = "needs a GPU"]
+fn attention_of_small_heads_is_that_of_the_cpu() {
+    let gpu = Gpu::open(0).unwrap();
+    for (heads, dim, tokens, keys) in [
+        (3, 72, 131, 97),
+        (4, 12, 5, 5),
+        (2, 128, 400, 399),
+        (1, 16, 1, 1),
+    ] {
+        let width = heads * dim;
+        let sums = values(9, tokens * 3 * width);
+        let bias = values(11, 3 * width);
+        let part = |i: usize| {
+            let row = |row: &[f32]| -> Vec<f32> {
+                let range = i * width..(i + 1) * width;
+                row[range.clone()]
+                    .iter()
+                    .zip(&bias[range])
+                    .map(|(x, b)| x + b)
+                    .collect()
+            };
+            let data = sums.chunks(3 * width).flat_map(row).collect();
+            Tensor::from_f32(&[1, tokens, heads, dim], data).unwrap()
+        };
+        let scale = 1.0 / (dim as f32).sqrt();
+        let want = mha(&part(0), &part(1), &part(2), &[keys], scale).unwrap();
+        let f32s =
+            |dims: &[usize], values: &[f32]| GpuTensor::from_f32(&gpu, dims, values, "x").unwrap();
+        let (there, bias) = (f32s(&[tokens, 3 * width], &sums), f32s(&[3 * width], &bias));
+        let out = GpuTensor::new(&gpu, &[tokens, width], GpuType::Bf16, "out").unwrap();
+        let whole = WholeAttention::new(&gpu, (heads, dim), (tokens, keys)).unwrap();
+        for _ in 0..2 {
+            whole.run(&out, (&there, Some(&bias)), scale).unwrap();
+            let error = error(&out.to_f32_vec().unwrap(), &want.to_f32_vec());
+            assert!(error < TOLERANCE, "{heads} {dim} {tokens}: {error}");
+        }
+    }
+    assert!(WholeAttention::new(&gpu, (2, 129), (4, 4)).is_err());
+    assert!(WholeAttention::new(&gpu, (2, 64), (4, 5)).is_err());
 }
 
 #[test]

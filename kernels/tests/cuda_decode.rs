@@ -30,6 +30,10 @@ fn dense_products_of_few_tokens_are_those_of_the_cpu_and_of_each_token_alone() {
         (7, 264, 4096),
         (19, 136, 4096),
         (32, 72, 160),
+        (1, 520, 2048),
+        (19, 136, 2048),
+        (3, 264, 1024),
+        (32, 136, 1024),
     ] {
         let w = values(3, n * k);
         let a = values(5, tokens * k);
@@ -99,9 +103,9 @@ fn the_likeliest_is_the_first_of_the_largest() {
 fn what_does_not_fit_is_refused_before_anything_runs() {
     let gpu = Gpu::open(0).unwrap();
     let new = |dims: &[usize], dtype| GpuTensor::new(&gpu, dims, dtype, "operand").unwrap();
-    let data = &new(&[1, 64, 2048], GpuType::Bf16);
+    let data = &new(&[1, 64, 2056], GpuType::Bf16);
     let weights = DecodeWeights { data, scales: None };
-    let (input, out) = (new(&[2, 2048], GpuType::Bf16), new(&[2, 64], GpuType::F32));
+    let (input, out) = (new(&[2, 2056], GpuType::Bf16), new(&[2, 64], GpuType::F32));
     let refused = decode_dense(&out, &input, weights, Start::InOrder).unwrap_err();
     assert!(matches!(refused, CudaError::Argument(_)), "{refused}");
     let heads = AttnHeads {

@@ -26,6 +26,8 @@ const TILE_ROWS: usize = 16;
 const ROW_GAP: usize = 64;
 /// Bytes of a weight row that a stage has of short rows: all.
 const SHORT_BYTES: usize = 1024;
+/// Bytes of one row that the stages of a longer row have in all, about.
+const RING_STAGES: usize = 12_288;
 /// Tokens of one instruction; a block has one or two times as many.
 const COLUMNS: usize = 8;
 
@@ -36,6 +38,17 @@ pub struct DecodeWeights<'a> {
     pub data: &'a GpuTensor,
     /// F32 `[groups, n]`, with e4m3.
     pub scales: Option<&'a GpuTensor>,
+}
+
+/// How long the rows of a matrix are, to the kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Row {
+    /// At most [`SHORT_BYTES`].
+    Short,
+    /// Of the released sizes.
+    Released,
+    Half,
+    Quarter,
 }
 
 /// The products of a layer.
@@ -53,10 +66,24 @@ impl DecodeProduct {
     /// Whether there is a kernel for rows of `k` weights of this type: short ones, and those of the released sizes.
     #[must_use]
     pub fn takes(self, k: usize, weights: GpuType) -> bool {
+        self.row(k, weights).is_some()
+    }
+
+    /// What there is a kernel for: short rows, those of the released sizes, and the parts of these that two and four
+    /// ranks have.
+    fn row(self, k: usize, weights: GpuType) -> Option<Row> {
         let bytes = k * weights.bytes();
-        let whole =
-            k > 0 && (k * GpuType::Bf16.bytes()).is_multiple_of(16) && bytes.is_multiple_of(16);
-        whole && (bytes <= SHORT_BYTES || k == self.released_k())
+        let pieces = (k * GpuType::Bf16.bytes()).is_multiple_of(16) && bytes.is_multiple_of(16);
+        let cut = |parts: usize| self != Self::GateUp && k * parts == self.released_k();
+        match k {
+            0 => None,
+            _ if !pieces => None,
+            _ if bytes <= SHORT_BYTES => Some(Row::Short),
+            _ if k == self.released_k() => Some(Row::Released),
+            _ if cut(2) => Some(Row::Half),
+            _ if cut(4) => Some(Row::Quarter),
+            _ => None,
+        }
     }
 
     /// Of the released sizes.
@@ -64,66 +91,70 @@ impl DecodeProduct {
         if self == Self::Down { 3072 } else { 4096 }
     }
 
-    /// Bytes of the ring (`Ring` of `cuda/decode_product.cuh`): a stage is all of a short row, or that many bytes of a longer
-    /// one; rows are apart unless a stage is one piece of memory.
-    fn ring_bytes(self, weights: GpuType, short: bool) -> usize {
-        let (stage, slots) = match (short, self) {
-            (true, _) => (SHORT_BYTES, 10),
-            (false, Self::Down) => (self.released_k(), 4),
-            (false, _) => (self.released_k(), 3),
+    /// Bytes of the ring (`Ring` of `cuda/decode_product.cuh`): a stage is all of a row, or for rows of the released
+    /// sizes in bf16 one of two; rows are apart unless a stage is one piece of memory.
+    fn ring_bytes(self, row: Row, k: usize, weights: GpuType) -> usize {
+        let halves = row == Row::Released && weights == GpuType::Bf16;
+        let (stage, slots) = match row {
+            Row::Short => (SHORT_BYTES, 10),
+            _ => {
+                let stage = k * weights.bytes() / if halves { 2 } else { 1 };
+                (stage, RING_STAGES / stage)
+            }
         };
-        let whole = weights == GpuType::E4m3 && !short;
+        let whole = row != Row::Short && !halves;
         slots * TILE_ROWS * (stage + if whole { 0 } else { ROW_GAP })
     }
 
-    /// File and name of the kernel.
-    fn kernel(self, weights: GpuType, short: bool, wide: bool) -> (&'static str, &'static str) {
-        const FP8: [[&str; 4]; 3] = [
-            [
-                "decode_fp8_dense_8",
-                "decode_fp8_dense_16",
-                "decode_fp8_dense_short_8",
-                "decode_fp8_dense_short_16",
+    /// File and name of the kernel, of 8 or 16 tokens a block.
+    fn kernel(self, weights: GpuType, row: Row, wide: bool) -> (&'static str, &'static str) {
+        let eight = weights == GpuType::E4m3;
+        let names = match (self, row, eight) {
+            (Self::Dense, Row::Released, true) => ["decode_fp8_dense_8", "decode_fp8_dense_16"],
+            (Self::Dense, Row::Half, true) => {
+                ["decode_fp8_dense_half_8", "decode_fp8_dense_half_16"]
+            }
+            (Self::Dense, Row::Quarter | Row::Short, true) => {
+                ["decode_fp8_dense_short_8", "decode_fp8_dense_short_16"]
+            }
+            (Self::GateUp, Row::Short, true) => {
+                ["decode_fp8_gate_up_short_8", "decode_fp8_gate_up_short_16"]
+            }
+            (Self::GateUp, _, true) => ["decode_fp8_gate_up_8", "decode_fp8_gate_up_16"],
+            (Self::Down, Row::Released, true) => ["decode_fp8_down_8", "decode_fp8_down_16"],
+            (Self::Down, Row::Half, true) => ["decode_fp8_down_half_8", "decode_fp8_down_half_16"],
+            (Self::Down, Row::Quarter | Row::Short, true) => {
+                ["decode_fp8_down_short_8", "decode_fp8_down_short_16"]
+            }
+            (Self::Dense, Row::Released, false) => ["decode_bf16_dense_8", "decode_bf16_dense_16"],
+            (Self::Dense, Row::Half, false) => {
+                ["decode_bf16_dense_half_8", "decode_bf16_dense_half_16"]
+            }
+            (Self::Dense, Row::Quarter, false) => [
+                "decode_bf16_dense_quarter_8",
+                "decode_bf16_dense_quarter_16",
             ],
-            [
-                "decode_fp8_gate_up_8",
-                "decode_fp8_gate_up_16",
-                "decode_fp8_gate_up_short_8",
-                "decode_fp8_gate_up_short_16",
-            ],
-            [
-                "decode_fp8_down_8",
-                "decode_fp8_down_16",
-                "decode_fp8_down_short_8",
-                "decode_fp8_down_short_16",
-            ],
-        ];
-        const BF16: [[&str; 4]; 3] = [
-            [
-                "decode_bf16_dense_8",
-                "decode_bf16_dense_16",
-                "decode_bf16_dense_short_8",
-                "decode_bf16_dense_short_16",
-            ],
-            [
-                "decode_bf16_gate_up_8",
-                "decode_bf16_gate_up_16",
+            (Self::Dense, Row::Short, false) => {
+                ["decode_bf16_dense_short_8", "decode_bf16_dense_short_16"]
+            }
+            (Self::GateUp, Row::Short, false) => [
                 "decode_bf16_gate_up_short_8",
                 "decode_bf16_gate_up_short_16",
             ],
-            [
-                "decode_bf16_down_8",
-                "decode_bf16_down_16",
-                "decode_bf16_down_short_8",
-                "decode_bf16_down_short_16",
-            ],
-        ];
-        let at = usize::from(wide) + 2 * usize::from(short);
-        if weights == GpuType::E4m3 {
-            ("decode_fp8", FP8[self as usize][at])
-        } else {
-            ("decode_bf16", BF16[self as usize][at])
-        }
+            (Self::GateUp, _, false) => ["decode_bf16_gate_up_8", "decode_bf16_gate_up_16"],
+            (Self::Down, Row::Released, false) => ["decode_bf16_down_8", "decode_bf16_down_16"],
+            (Self::Down, Row::Half, false) => {
+                ["decode_bf16_down_half_8", "decode_bf16_down_half_16"]
+            }
+            (Self::Down, Row::Quarter, false) => {
+                ["decode_bf16_down_quarter_8", "decode_bf16_down_quarter_16"]
+            }
+            (Self::Down, Row::Short, false) => {
+                ["decode_bf16_down_short_8", "decode_bf16_down_short_16"]
+            }
+        };
+        let file = if eight { "decode_fp8" } else { "decode_bf16" };
+        (file, names[usize::from(wide)])
     }
 }
 
@@ -272,17 +303,16 @@ fn run(
     if w.scales.is_some() && !n.is_multiple_of(4) {
         return Err(shape(op, "w", "a multiple of 4 features", w.data.shape()));
     }
-    if n == 0 || !product.takes(k, kind) {
-        let expected =
-            "rows of at most 1024 bytes, or those of the released sizes, in multiples of 16 bytes";
+    let Some(row) = product.row(k, kind).filter(|_| n > 0) else {
+        let expected = "rows of at most 1024 bytes, or those of the released sizes or a half or quarter of them, in \
+             multiples of 16 bytes";
         return Err(shape(op, "w", expected, w.data.shape()));
-    }
+    };
     aligned(op, &[("w", w.data), ("input", input), ("out", out)])?;
     let gpu = input.gpu();
-    let short = k * kind.bytes() <= SHORT_BYTES;
     let wide = job_tokens(tokens) > COLUMNS;
     let parts = 2 * WARPS * (job_tokens(tokens) / COLUMNS) * 32 * 16;
-    let shared = product.ring_bytes(kind, short) + parts + TABLE_BYTES;
+    let shared = product.ring_bytes(row, k, kind) + parts + TABLE_BYTES;
     let arguments = Arguments {
         weights: w.data.address(),
         scales: w.scales.map_or(0, GpuTensor::address),
@@ -310,7 +340,7 @@ fn run(
     unsafe {
         launch_at(
             gpu,
-            product.kernel(kind, short, wide),
+            product.kernel(kind, row, wide),
             grid,
             start,
             &arguments,
@@ -329,9 +359,13 @@ mod tests {
             let dense = DecodeProduct::Dense;
             assert!(dense.takes(4096, weights) && dense.takes(unit, weights));
             assert!(dense.takes(512, weights) && !dense.takes(0, weights));
-            assert!(!dense.takes(2048, weights) && !dense.takes(4080, weights));
+            assert!(dense.takes(2048, weights) && dense.takes(1024, weights));
+            assert!(!dense.takes(4080, weights) && !dense.takes(3072, weights));
             assert!(!dense.takes(unit + 4, weights));
-            assert!(DecodeProduct::Down.takes(3072, weights));
+            assert!(!DecodeProduct::GateUp.takes(2048, weights));
+            for k in [3072, 1536, 768, 384] {
+                assert!(DecodeProduct::Down.takes(k, weights));
+            }
             assert!(!DecodeProduct::Down.takes(4096, weights));
         }
     }

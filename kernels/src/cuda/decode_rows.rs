@@ -5,6 +5,7 @@ use std::sync::Arc;
 use cudarc::driver::DeviceRepr;
 
 use super::decode::{DECODE_TOKENS, job_tokens};
+use super::decode_parts::{Arrival, PartSum};
 use super::device::Gpu;
 use super::early::{Start, launch_at};
 use super::error::{Result, argument, shape};
@@ -148,6 +149,13 @@ pub enum DecodeSource<'a> {
         /// Outputs of the experts.
         outputs: &'a GpuTensor,
     },
+    /// bf16 `[tokens, width]` and what the experts of all ranks add.
+    Parts {
+        /// The stream.
+        x: &'a GpuTensor,
+        /// A sum of [`DecodeParts`](super::DecodeParts).
+        sum: &'a PartSum,
+    },
 }
 
 /// The input of a layer: the residual stream `out` bf16 `[tokens, width]`, and, where there is one, its norm.
@@ -170,10 +178,13 @@ struct EnterArguments {
     out: u64,
     weight: u64,
     h: u64,
+    arrival: Arrival,
     eps: f32,
     tokens: i32,
     width: i32,
-    top_k: i32,
+    count: i32,
+    by_token: i32,
+    by_choice: i32,
     shared: i32,
     half: i32,
 }
@@ -213,7 +224,21 @@ pub fn decode_enter(enter: DecodeEnter<'_>, routing: &DecodeRouting, start: Star
     let (tokens, out) = (routing.tokens(), enter.out);
     let (x, ids, y) = match enter.source {
         DecodeSource::Embedding { table, ids } => (table, Some(ids), None),
-        DecodeSource::Experts { x, outputs } => (x, None, Some(outputs)),
+        DecodeSource::Experts { x, outputs } => (x, None, Some(outputs.clone())),
+        DecodeSource::Parts { x, sum } => {
+            let all = sum.all();
+            let rows = all.reshape(&[all.dim(0) * all.dim(1), all.dim(2)])?;
+            (x, None, Some(rows))
+        }
+    };
+    // Rows that are added to a token, and how they lie.
+    let (count, by_token, by_choice, shared) = match enter.source {
+        DecodeSource::Parts { sum, .. } => (sum.all().dim(0), 1, tokens, false),
+        _ => (routing.top_k, routing.top_k, 1, routing.shared),
+    };
+    let arrival = match enter.source {
+        DecodeSource::Parts { sum, .. } => sum.arrival(),
+        _ => Arrival::default(),
     };
     x.expect(OP, "x", &[ANY, ANY], GpuType::Bf16)?;
     let width = x.dim(1);
@@ -223,9 +248,10 @@ pub fn decode_enter(enter: DecodeEnter<'_>, routing: &DecodeRouting, start: Star
     if let Some(ids) = ids {
         ids.expect(OP, "ids", &[tokens], GpuType::I32)?;
     }
-    if let Some(y) = y {
+    if let Some(y) = &y {
         x.expect(OP, "x", &[tokens, width], GpuType::Bf16)?;
-        y.expect(OP, "outputs", &[routing.rows(), width], GpuType::F32)?;
+        let rows = tokens * (count + usize::from(shared));
+        y.expect(OP, "outputs", &[rows, width], GpuType::F32)?;
         aligned(OP, &[("outputs", y)])?;
     }
     let (mut eps, mut weight, mut h, mut is_half) = (0.0, 0, 0, 0);
@@ -239,15 +265,18 @@ pub fn decode_enter(enter: DecodeEnter<'_>, routing: &DecodeRouting, start: Star
     let arguments = EnterArguments {
         x: x.address(),
         ids: ids.map_or(0, GpuTensor::address),
-        y: y.map_or(0, GpuTensor::address),
+        y: y.as_ref().map_or(0, GpuTensor::address),
         out: out.address(),
         weight,
         h,
+        arrival,
         eps,
         tokens: int(OP, "out", tokens)?,
         width: int(OP, "x", width)?,
-        top_k: int(OP, "routing", routing.top_k)?,
-        shared: i32::from(routing.shared),
+        count: int(OP, "routing", count)?,
+        by_token: int(OP, "routing", by_token)?,
+        by_choice: int(OP, "routing", by_choice)?,
+        shared: i32::from(shared),
         half: is_half,
     };
     let grid = Grid::linear(u32::try_from(tokens).unwrap_or(u32::MAX), ENTER_THREADS);
@@ -261,13 +290,39 @@ pub fn decode_enter(enter: DecodeEnter<'_>, routing: &DecodeRouting, start: Star
     unsafe { launch_at(out.gpu(), kernel, grid, start, &arguments, None) }
 }
 
+/// What the output projection adds to the stream.
+#[derive(Clone, Copy, Debug)]
+pub enum DecodeAdded<'a> {
+    /// F32 `[tokens, width]`.
+    Whole(&'a GpuTensor),
+    /// The parts of all ranks.
+    Parts(&'a PartSum),
+}
+
+impl<'a> DecodeAdded<'a> {
+    /// The parts of `[tokens, width]`, how many there are, and when they come.
+    fn parts(self, op: &'static str, dims: &[usize]) -> Result<(&'a GpuTensor, usize, Arrival)> {
+        match self {
+            Self::Whole(add) => {
+                add.expect(op, "add", dims, GpuType::F32)?;
+                Ok((add, 1, Arrival::default()))
+            }
+            Self::Parts(sum) => {
+                let all = sum.all();
+                all.expect(op, "add", &[all.dim(0), dims[0], dims[1]], GpuType::F32)?;
+                Ok((all, all.dim(0), sum.arrival()))
+            }
+        }
+    }
+}
+
 /// What follows attention: the sum into the stream, its norm, and the choice of experts.
 #[derive(Clone, Copy, Debug)]
 pub struct DecodeRoute<'a> {
     /// bf16 `[tokens, width]`.
     pub x: &'a GpuTensor,
-    /// The output projection, F32 `[tokens, width]`.
-    pub add: &'a GpuTensor,
+    /// The output projection.
+    pub add: DecodeAdded<'a>,
     /// `x + add`; not `x`.
     pub out: &'a GpuTensor,
     /// Of `out`.
@@ -292,7 +347,9 @@ struct RouteArguments {
     logits: u64,
     arrived: u64,
     routing: u64,
+    arrival: Arrival,
     eps: f32,
+    parts: i32,
     tokens: i32,
     width: i32,
     experts: i32,
@@ -316,7 +373,7 @@ pub fn decode_route(route: DecodeRoute<'_>, routing: &DecodeRouting, start: Star
     let width = x.dim(1);
     width_fits(OP, x, width)?;
     let dims = [tokens, width];
-    route.add.expect(OP, "add", &dims, GpuType::F32)?;
+    let (add, parts, arrival) = route.add.parts(OP, &dims)?;
     route.out.expect(OP, "out", &dims, GpuType::Bf16)?;
     let weight = route.norm.weight;
     weight.expect(OP, "norm weight", &[width], GpuType::Bf16)?;
@@ -327,7 +384,7 @@ pub fn decode_route(route: DecodeRoute<'_>, routing: &DecodeRouting, start: Star
         OP,
         &[
             ("x", x),
-            ("add", route.add),
+            ("add", add),
             ("out", route.out),
             ("norm weight", weight),
             ("router", router),
@@ -338,7 +395,7 @@ pub fn decode_route(route: DecodeRoute<'_>, routing: &DecodeRouting, start: Star
     }
     let arguments = RouteArguments {
         x: x.address(),
-        y: route.add.address(),
+        y: add.address(),
         out: route.out.address(),
         weight: weight.address(),
         h: route.h.address(),
@@ -346,7 +403,9 @@ pub fn decode_route(route: DecodeRoute<'_>, routing: &DecodeRouting, start: Star
         logits: routing.logits.address(),
         arrived: routing.arrived.address(),
         routing: routing.address(),
+        arrival,
         eps: route.norm.eps,
+        parts: int(OP, "add", parts)?,
         tokens: int(OP, "x", tokens)?,
         width: int(OP, "x", width)?,
         experts: int(OP, "router", routing.experts)?,

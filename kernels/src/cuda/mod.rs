@@ -21,6 +21,7 @@ mod conv;
 mod conv_layout;
 mod decode;
 mod decode_attention;
+mod decode_parts;
 mod decode_rows;
 mod device;
 mod early;
@@ -29,6 +30,7 @@ mod error;
 mod gemm;
 mod gemm_launch;
 mod group_norm;
+mod heads;
 mod launch;
 mod link;
 mod map;
@@ -59,8 +61,10 @@ pub use decode::{
     decode_gate_up,
 };
 pub use decode_attention::{DecodeAttention, DecodeRow, DecodeRows, decode_attention};
+pub use decode_parts::{DecodeParts, Gather, PartSum};
 pub use decode_rows::{
-    DecodeEnter, DecodeRoute, DecodeRouting, DecodeSource, decode_enter, decode_route, likeliest,
+    DecodeAdded, DecodeEnter, DecodeRoute, DecodeRouting, DecodeSource, decode_enter, decode_route,
+    likeliest,
 };
 pub use device::{Gpu, GpuMemory};
 pub use early::Start;
@@ -71,6 +75,7 @@ pub use group_norm::{
     GpuGroupNorm, group_norm_apply, group_norm_coefficients, group_norm_sum_elements,
     group_norm_sums,
 };
+pub use heads::WholeAttention;
 pub use link::{UploadRing, Uploader};
 pub use memory::DeviceBuffer;
 pub use merge::{KeptOutputs, Partial, merge_attention, sum_kept};

@@ -396,29 +396,33 @@ fn run(ranks: &Ranks, parts: &mut [Part<'_>]) -> Result<Vec<Option<Vec<f32>>>, S
     Ok(logits.swap_remove(0))
 }
 
-/// The same on the one GPU that has the rows.
+/// The same on GPUs.
 #[cfg(feature = "cuda")]
 fn run_on_gpu(
     gpus: &stage::GpuRanks,
     parts: &mut [Part<'_>],
 ) -> Result<Vec<Option<Vec<f32>>>, StageError> {
-    let advances = parts.iter_mut().filter_map(|part| {
+    use model::gpu::GpuAdvance;
+
+    let mut by_rank: Vec<Vec<GpuAdvance<'_>>> = (0..gpus.count()).map(|_| Vec::new()).collect();
+    for part in parts {
         let Row { grow, caches, .. } = &mut *part.row;
-        match caches {
-            crate::row::Caches::Device(cache) => Some(model::gpu::GpuAdvance {
+        for (rows, cache) in by_rank.iter_mut().zip(caches.on_device()) {
+            rows.push(GpuAdvance {
                 row: grow,
                 to: part.to,
                 logits: part.logits,
                 cache,
-            }),
-            crate::row::Caches::Host(_) => None,
+            });
         }
-    });
-    let rows = vec![advances.collect::<Vec<_>>()];
-    let mut logits = gpus.run(rows, |model, mut rows| model.advance_rows(&mut rows))?;
+    }
+    let mut logits = gpus.run(by_rank, |model, mut rows| model.advance_rows(&mut rows))?;
     Ok(logits.swap_remove(0))
 }
 
+#[cfg(feature = "cuda")]
+#[cfg(test)]
+mod gpu_tests;
 #[cfg(test)]
 mod paging;
 #[cfg(test)]

@@ -61,10 +61,6 @@ impl ArStageConfig {
         let Device::Cuda(settings) = &self.device else {
             return Ok(None);
         };
-        if self.plan != parallel::Plan::default() {
-            let message = format!("{}: text is written on one GPU", self.plan);
-            return Err(StageError::config("plan", message));
-        }
         self.gpu_load(settings)
     }
 

@@ -68,8 +68,7 @@ pub(crate) fn encode(
     Ok(pictures)
 }
 
-/// What a picture puts into a sequence. Beside GPUs the vision transformer and the ends of the encoder run on the
-/// processor.
+/// What a picture puts into a sequence.
 fn features(
     ranks: &Ranks,
     pixels: CondPixels<'_>,
@@ -79,7 +78,7 @@ fn features(
     #[cfg(feature = "cuda")]
     if let Some(gpus) = ranks.gpus() {
         let latents = model.vae().sample(&gpus.encode(pixels.vae)?, noise)?;
-        return Ok(model.cond_features(&alone, &latents, pixels.patches)?);
+        return gpus.features(&latents, pixels.patches);
     }
     Ok(model.encode_cond_image(&alone, pixels, noise)?)
 }

@@ -20,8 +20,9 @@ pub(crate) struct Row {
 pub(crate) enum Caches {
     /// In the order of ranks.
     Host(Vec<KvCache>),
+    /// Likewise.
     #[cfg(feature = "cuda")]
-    Device(Box<GpuCache>),
+    Device(Vec<GpuCache>),
 }
 
 impl Caches {
@@ -34,6 +35,15 @@ impl Caches {
         }
     }
 
+    /// Those of ranks on GPUs.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn on_device(&mut self) -> &mut [GpuCache] {
+        match self {
+            Self::Host(_) => &mut [],
+            Self::Device(caches) => caches,
+        }
+    }
+
     /// The first rank's caches as tokens and room.
     fn size(&self) -> (usize, usize) {
         match self {
@@ -42,7 +52,10 @@ impl Caches {
                 first.map_or((0, 0), |cache| (cache.len(), cache.capacity()))
             }
             #[cfg(feature = "cuda")]
-            Self::Device(cache) => (cache.len(), cache.capacity()),
+            Self::Device(caches) => {
+                let first = caches.first();
+                first.map_or((0, 0), |cache| (cache.len(), cache.capacity()))
+            }
         }
     }
 }
@@ -56,11 +69,11 @@ impl Row {
     ) -> Result<Self, StageError> {
         #[cfg(feature = "cuda")]
         if let Some(gpus) = ranks.gpus() {
-            let cache = gpus.run(vec![()], |model, ()| model.cache(capacity))?;
-            let caches = device(cache)?;
+            let each = vec![(); gpus.count()];
+            let caches = gpus.run(each, |model, ()| model.cache(capacity))?;
             return Ok(Self {
                 grow,
-                caches,
+                caches: Caches::Device(caches),
                 names,
             });
         }
@@ -89,7 +102,10 @@ impl Row {
                 Caches::Host(caches.collect::<Result<_, _>>()?)
             }
             #[cfg(feature = "cuda")]
-            Caches::Device(cache) => Caches::Device(Box::new(cache.branch(tokens, capacity)?)),
+            Caches::Device(caches) => {
+                let caches = caches.iter().map(|cache| cache.branch(tokens, capacity));
+                Caches::Device(caches.collect::<Result<_, _>>()?)
+            }
         };
         Ok(Self {
             grow,
@@ -146,7 +162,10 @@ impl Row {
                 behind.try_for_each(|cache| cache.truncate(tokens))
             }
             #[cfg(feature = "cuda")]
-            Caches::Device(cache) => cache.truncate(tokens.min(cache.len())),
+            Caches::Device(caches) => {
+                let mut behind = caches.iter_mut().filter(|cache| cache.len() > tokens);
+                behind.try_for_each(|cache| cache.truncate(tokens))
+            }
         }
     }
 
@@ -155,7 +174,10 @@ impl Row {
         let mut parts: Vec<PrefixKv> = match self.caches {
             Caches::Host(caches) => caches.into_iter().map(KvCache::into_prefix).collect(),
             #[cfg(feature = "cuda")]
-            Caches::Device(cache) => return Ok(cache.into_prefix().download()?),
+            Caches::Device(caches) => {
+                let none = || ModelError::Internal("a row on no gpu".to_owned());
+                return ranks.gpus().ok_or_else(none)?.download(caches);
+            }
         };
         if parts.len() == 1 {
             return Ok(parts.swap_remove(0));
@@ -165,14 +187,6 @@ impl Row {
             models.map(|model| model.rank()).zip(&parts).collect();
         Ok(PrefixKv::whole_of(&ranks.info().kv, &shards)?)
     }
-}
-
-/// The cache of the one GPU that writes text.
-#[cfg(feature = "cuda")]
-fn device(made: Vec<GpuCache>) -> Result<Caches, StageError> {
-    let none = || ModelError::Internal("a row on no gpu".to_owned());
-    let cache = made.into_iter().next().ok_or_else(none)?;
-    Ok(Caches::Device(Box::new(cache)))
 }
 
 /// Whether ranks hold different tokens of a row: then it is computed in one piece, and cannot be cut.

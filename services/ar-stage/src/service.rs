@@ -322,12 +322,7 @@ impl Stage for ArStage {
                     residency: model::Residency::All,
                     tiles: model::vae::Tiles::Whole,
                 };
-                // The vision transformer computes beside the GPUs.
-                let host = Parts {
-                    vit: true,
-                    ..Parts::NONE
-                };
-                let gpus = device.map(|gpus| (gpus, host));
+                let gpus = device.map(|gpus| (gpus, Parts::NONE));
                 let ranks = Arc::new(Ranks::open_on(gpus, (&dir, load))?);
                 work::warm_up(&ranks)?;
                 Ok::<_, StageError>(ranks)

@@ -1,9 +1,10 @@
-//! `omni bench decode`: prefill and text decoding on one GPU.
+//! `omni bench decode`: prefill and text decoding on one GPU, or on several under a plan.
 use std::path::PathBuf;
 
 use clap::Args;
 #[cfg(feature = "cuda")]
 use model::ModelConfig;
+use parallel::Plan;
 use serde_json::Value;
 
 #[cfg(feature = "cuda")]
@@ -15,7 +16,7 @@ use crate::error::OmniError;
 const MAX_ROWS: usize = 1024;
 const MAX_TOKENS: usize = 1 << 17;
 
-/// Time prefill and text decoding on one GPU; prints JSON.
+/// Time prefill and text decoding on one GPU, or on several under a plan; prints JSON.
 #[derive(Debug, Args)]
 pub(crate) struct DecodeArgs {
     /// config.json of a model; its weights are made up.
@@ -27,6 +28,12 @@ pub(crate) struct DecodeArgs {
     /// The GPU, by its number (builds with the feature `cuda`).
     #[arg(long, value_name = "NUMBER", default_value_t = 0)]
     gpu: usize,
+    /// Run on so many GPUs, from number 0 or --gpu on, under a plan.
+    #[arg(long, value_name = "COUNT", requires = "plan")]
+    gpus: Option<usize>,
+    /// How the model is spread over them, such as tp=2.
+    #[arg(long, requires = "gpus")]
+    plan: Option<Plan>,
     /// How the GPU holds the large matrices.
     #[arg(long, value_enum, default_value_t)]
     weights: Weights,
@@ -58,16 +65,21 @@ pub(crate) fn run(args: &DecodeArgs) -> Result<String, OmniError> {
             return Err(bad(format!("{name} must be 1 to {most}, got {value}")));
         }
     }
-    print(&measured(args)?)
+    let plan = args.plan.unwrap_or_default();
+    let ranks = plan.mesh().map_err(|e| bad(format!("plan: {e}")))?.ranks();
+    if ranks != args.gpus.unwrap_or(1) {
+        return Err(bad(format!("gpus: plan {plan} has {ranks} ranks")));
+    }
+    print(&measured(args, plan)?)
 }
 
 #[cfg(not(feature = "cuda"))]
-fn measured(_args: &DecodeArgs) -> Result<Value, OmniError> {
+fn measured(_args: &DecodeArgs, _plan: Plan) -> Result<Value, OmniError> {
     Err(super::no_gpu())
 }
 
 #[cfg(feature = "cuda")]
-fn measured(args: &DecodeArgs) -> Result<Value, OmniError> {
+fn measured(args: &DecodeArgs, plan: Plan) -> Result<Value, OmniError> {
     let config = match (&args.model, &args.config) {
         (Some(dir), _) => ModelConfig::from_dir(dir).map_err(model_error)?,
         (None, Some(path)) => super::denoise::read_config(path, args.layers)?,
@@ -77,6 +89,7 @@ fn measured(args: &DecodeArgs) -> Result<Value, OmniError> {
         config,
         checkpoint: args.model.as_deref(),
         ordinal: args.gpu,
+        plan,
         weights: args.weights.into(),
         rows: &args.rows,
         prefix: args.prefix,

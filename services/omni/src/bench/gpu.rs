@@ -5,8 +5,8 @@ use base::clock;
 use model::{
     JobOptions, JobSpec, ModelConfig, PrefixKv,
     gpu::{
-        GpuGroup, GpuJob, GpuJobSpec, GpuModel, GpuOptions, GpuPrefix, GpuShare, GpuVae,
-        GpuVaeParts, Timings, Watch, WeightType,
+        GpuJob, GpuJobSpec, GpuModel, GpuOptions, GpuPrefix, GpuVae, GpuVaeParts, Timings, Watch,
+        WeightType,
     },
 };
 use parallel::Plan;
@@ -70,13 +70,13 @@ pub(super) fn run(bench: &GpuBench<'_>) -> Result<Value, OmniError> {
     if ranks == 1 {
         return measure(bench, None);
     }
-    super::gpu_plan::run(bench, ranks)
+    super::gpu_plan::run(bench)
 }
 
 /// Runs the measurement on one GPU, or as one rank of a plan.
 pub(super) fn measure(
     bench: &GpuBench<'_>,
-    rank: Option<(GpuShare, Arc<dyn GpuGroup>)>,
+    rank: Option<super::gpu_plan::Rank>,
 ) -> Result<Value, OmniError> {
     let rows = |p: &Picture| {
         if bench.config.guidance_needs_two_rows(p.guidance) {

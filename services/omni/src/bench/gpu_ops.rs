@@ -287,11 +287,15 @@ pub(super) fn vae(
         vae.encode(&pixels).map_err(model_error)?;
         encodes.push(clock::millis_since(begun));
     }
+    drop(vae);
+    let (all, vision) = conditions((&gpu, config), &latents, (rounds, seed))?;
     Ok(json!({
         "device": gpu.name(),
         // The first of each grows the memory.
         "decode_ms": median(&decodes[1..]),
         "encode_ms": median(&encodes[1..]),
+        "vision_ms": median(&vision[1..]),
+        "conditions_ms": median(&all[1..]),
     }))
 }
 
@@ -339,6 +343,37 @@ pub(super) fn tiles(
         "whole_bytes": whole,
         "share_of_memory": tiled as f64 / whole.max(1) as f64,
     }))
+}
+
+/// Milliseconds of what a shown picture puts into a sequence, behind the VAE, and of its vision transformer alone with
+/// as many patches as it takes.
+fn conditions(
+    (gpu, config): (&Arc<Gpu>, &model::ModelConfig),
+    latents: &model::Latents,
+    (rounds, seed): (usize, u64),
+) -> std::result::Result<(Vec<f64>, Vec<f64>), OmniError> {
+    use base::clock;
+    use model::{gpu::GpuConditions, vit::Patches};
+
+    let mut made = GpuConditions::random(gpu, config, seed).map_err(model_error)?;
+    let side = config.vit_processor.max_num_patches.isqrt();
+    let dims = [side * side, config.vit.patch_values()];
+    let values = (0..dims[0] * dims[1]).map(|i| ((i * 37) % 255) as f32 / 127.0 - 1.0);
+    let values = Tensor::from_f32(&dims, values.collect()).map_err(|e| model_error(e.into()))?;
+    let patches = Patches {
+        values: &values,
+        grid: (side, side),
+    };
+    let (mut all, mut vision) = (Vec::new(), Vec::new());
+    for _ in 0..=rounds {
+        let begun = clock::now();
+        made.patches(patches).map_err(model_error)?;
+        vision.push(clock::millis_since(begun));
+        let begun = clock::now();
+        made.features(latents, patches).map_err(model_error)?;
+        all.push(clock::millis_since(begun));
+    }
+    Ok((all, vision))
 }
 
 #[cfg(test)]

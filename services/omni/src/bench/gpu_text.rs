@@ -1,4 +1,4 @@
-//! Prefill and text decoding on one GPU.
+//! Prefill and text decoding on one GPU, or on several under a plan.
 use std::path::Path;
 
 use base::clock;
@@ -8,9 +8,10 @@ use model::{
     gpu::{GpuCache, GpuModel, GpuOptions, WeightType},
     input::RowInput,
 };
+use parallel::Plan;
 use serde_json::{Value, json};
 
-use super::{median, model_error};
+use super::{gpu_plan, median, model_error};
 use crate::error::OmniError;
 
 /// Decoded tokens that are not timed.
@@ -26,7 +27,9 @@ pub(super) struct TextBench<'a> {
     /// Its weights are made up where there is no checkpoint.
     pub(super) config: ModelConfig,
     pub(super) checkpoint: Option<&'a Path>,
+    /// The GPU, or that of the first rank: the others have the next ones.
     pub(super) ordinal: usize,
+    pub(super) plan: Plan,
     pub(super) weights: WeightType,
     /// Sizes of the batches, each measured on its own.
     pub(super) rows: &'a [usize],
@@ -35,8 +38,53 @@ pub(super) struct TextBench<'a> {
     pub(super) seed: u64,
 }
 
+/// What one rank measured.
+struct Measured {
+    device: String,
+    /// Milliseconds.
+    prefill: f64,
+    /// Gigabytes a second.
+    copy: f64,
+    /// Milliseconds of a step, by batch.
+    steps: Vec<f64>,
+}
+
 /// Runs the measurement.
 pub(super) fn run(bench: &TextBench<'_>) -> Result<Value, OmniError> {
+    let ranks = if bench.plan == Plan::default() {
+        vec![measure(bench, None)?]
+    } else {
+        let of = (&bench.config, &bench.plan);
+        gpu_plan::every(of, bench.ordinal, &|rank| measure(bench, Some(rank)))?
+    };
+    let config = &bench.config;
+    let copy: f64 = ranks.iter().map(|rank| rank.copy).sum();
+    let slowest = |of: &dyn Fn(&Measured) -> f64| ranks.iter().map(of).fold(0.0, f64::max);
+    let prefill = slowest(&|rank| rank.prefill);
+    let batches = bench.rows.iter().enumerate();
+    let batches = batches.map(|(index, rows)| {
+        let step = slowest(&|rank| rank.steps[index]);
+        batch(bench, *rows, step, copy)
+    });
+    Ok(json!({
+        "bench": "decode",
+        "version": crate::cli::version(),
+        "device": ranks.first().map(|rank| rank.device.as_str()),
+        "gpus": ranks.len(),
+        "plan": bench.plan.to_string(),
+        "model": config.name,
+        "weight_type": format!("{:?}", bench.weights).to_lowercase(),
+        "layers": config.num_layers(),
+        "prefix_tokens": bench.prefix,
+        "prefill_ms": prefill,
+        "prefill_tokens_per_second": bench.prefix as f64 / prefill * 1e3,
+        "copy_gigabytes_per_second": copy,
+        "batches": batches.collect::<Vec<_>>(),
+    }))
+}
+
+/// The measurement on one GPU, or as one rank of a plan.
+fn measure(bench: &TextBench<'_>, rank: Option<gpu_plan::Rank>) -> Result<Measured, OmniError> {
     let config = &bench.config;
     let total = bench.prefix + WARM_UP + bench.steps;
     let row_bytes = config.num_layers() * 4 * config.num_kv_heads * config.head_dim;
@@ -49,31 +97,28 @@ pub(super) fn run(bench: &TextBench<'_>) -> Result<Value, OmniError> {
         resident_layers: None,
         text: true,
     };
-    let mut model = match bench.checkpoint {
-        Some(dir) => GpuModel::open(dir, options),
-        None => GpuModel::random(config.clone(), options, bench.seed),
+    let own = config.clone();
+    let mut model = match (bench.checkpoint, rank) {
+        (Some(dir), None) => GpuModel::open(dir, options),
+        (Some(dir), Some((share, group))) => GpuModel::open_rank(dir, options, share, group),
+        (None, None) => GpuModel::random(own, options, bench.seed),
+        (None, Some((share, group))) => {
+            GpuModel::random_rank(own, options, bench.seed, share, group)
+        }
     }
     .map_err(model_error)?;
     let prefill = prefill(&mut model, bench)?;
     let copy = copy_rate(&model)?;
-    let mut batches = Vec::with_capacity(bench.rows.len());
+    let mut steps = Vec::with_capacity(bench.rows.len());
     for rows in bench.rows {
-        let times = decode(&mut model, bench, *rows)?;
-        batches.push(batch(bench, *rows, median(&times), copy));
+        steps.push(median(&decode(&mut model, bench, *rows)?));
     }
-    Ok(json!({
-        "bench": "decode",
-        "version": crate::cli::version(),
-        "device": model.gpu().name(),
-        "model": config.name,
-        "weight_type": format!("{:?}", bench.weights).to_lowercase(),
-        "layers": config.num_layers(),
-        "prefix_tokens": bench.prefix,
-        "prefill_ms": prefill,
-        "prefill_tokens_per_second": bench.prefix as f64 / prefill * 1e3,
-        "copy_gigabytes_per_second": copy,
-        "batches": batches,
-    }))
+    Ok(Measured {
+        device: model.gpu().name().to_owned(),
+        prefill,
+        copy,
+        steps,
+    })
 }
 
 /// A prompt of its own for each row: rows of one prompt would share their experts.
@@ -146,7 +191,7 @@ fn copy_rate(model: &GpuModel) -> Result<f64, OmniError> {
 }
 
 fn synchronize(model: &GpuModel) -> Result<(), OmniError> {
-    model.gpu().synchronize().map_err(gpu_error)
+    model.wait().map_err(model_error)
 }
 
 fn gpu_error(error: CudaError) -> OmniError {
@@ -205,8 +250,8 @@ fn kv_bytes(bench: &TextBench<'_>, rows: usize) -> f64 {
     (rows * tokens * token) as f64
 }
 
-/// The bound is the time that a copy of as many bytes, read and written, takes: of weights alone, and with the keys
-/// and values.
+/// The bound is the time that a copy of as many bytes, read and written, takes on all GPUs together: of weights alone,
+/// and with the keys and values.
 fn batch(bench: &TextBench<'_>, rows: usize, step: f64, copy: f64) -> Value {
     let (weights, kv) = (weight_bytes(bench, rows), kv_bytes(bench, rows));
     json!({

@@ -76,7 +76,7 @@ impl Model {
     }
 }
 
-fn sample_id(latents: &Latents, patches: Patches<'_>) -> Result<[u8; 32], ModelError> {
+pub(crate) fn sample_id(latents: &Latents, patches: Patches<'_>) -> Result<[u8; 32], ModelError> {
     let mut digest = blake3::Hasher::new();
     let (rows, columns) = patches.grid;
     for n in [

@@ -7,12 +7,14 @@ use std::{
 
 use kernels::cuda::{Comm, CommId, CommOptions, CudaError, Gpu};
 use model::{
-    Latents, ModelConfig, ModelError, PrefixKv, RgbImage,
+    Latents, ModelConfig, ModelError, PrefixKv, RankShard, RgbImage,
+    cond::CondFeatures,
     gpu::{
-        GpuGroup, GpuModel, GpuNeeds, GpuOptions, GpuPrefix, GpuShare, GpuVae, GpuVaeParts,
-        PrefixPort, WeightType,
+        GpuCache, GpuConditions, GpuGroup, GpuModel, GpuNeeds, GpuOptions, GpuPrefix, GpuShare,
+        GpuVae, GpuVaeParts, PrefixPort, WeightType,
     },
     vae::{Posterior, Tiles},
+    vit::Patches,
 };
 use parallel::Plan;
 use telemetry::{Metrics, names};
@@ -54,8 +56,12 @@ pub struct GpuRanks {
     /// In the order of ranks; never empty.
     models: Vec<Mutex<GpuModel>>,
     ports: Vec<PrefixPort>,
+    /// What each rank has of a prefix.
+    shards: Vec<RankShard>,
     /// On the first rank's GPU, with a stream of its own.
     vae: Mutex<GpuVae>,
+    /// Beside it, where pictures are shown to the model.
+    conditions: Option<Mutex<GpuConditions>>,
     /// Sizes of keys and values, see [`GpuRanks::picture_bytes`].
     kv_bytes: usize,
     reserve: PictureBytes,
@@ -99,6 +105,11 @@ impl GpuLoad {
     fn fit(&self) -> Result<Fit, StageError> {
         let config = ModelConfig::from_dir(&self.dir)?;
         let ordinals = self.settings.of_ranks(&self.plan)?;
+        if self.text {
+            let share = GpuShare::new(&config, &self.plan, 0)?;
+            let refused = |error: ModelError| StageError::config("plan", error.to_string());
+            share.writes_text().map_err(refused)?;
+        }
         let layers = config.num_layers();
         if let Some(asked) = self.settings.resident_layers.filter(|n| *n > layers) {
             let message = format!("is {asked}, and the model has {layers} layers");
@@ -205,15 +216,17 @@ impl GpuLoad {
             let needs = self.needs(config, plan);
             needs.is_ok_and(|needs| needs.total() + kv <= free)
         };
-        let more = [
-            "cfg=2,ep=cfg",
-            "ulysses=4,ep=ulysses",
-            "ulysses=8,ep=ulysses",
-        ];
-        let more = more.iter().filter_map(|text| text.parse::<Plan>().ok());
-        if !self.text
-            && let Some(plan) = more.into_iter().find(fits)
-        {
+        let more = if self.text {
+            ["tp=2", "tp=4", "tp=8"]
+        } else {
+            [
+                "cfg=2,ep=cfg",
+                "ulysses=4,ep=ulysses",
+                "ulysses=8,ep=ulysses",
+            ]
+        };
+        let mut more = more.iter().filter_map(|text| text.parse::<Plan>().ok());
+        if let Some(plan) = more.find(fits) {
             ways.push(format!("plan={plan}"));
         }
         let ways = match ways.len() {
@@ -262,6 +275,8 @@ impl GpuRanks {
         let mut vae = GpuVae::open(&beside, &load.dir, load.vae)?.in_tiles(load.tiles);
         let (height, width) = largest_grid(config)?;
         vae.reserve(height, width)?;
+        let conditions = || GpuConditions::open(&beside, &load.dir).map(Mutex::new);
+        let conditions = load.vae.encoder.then(conditions).transpose()?;
         let first = &models[0];
         let reserve = PictureBytes {
             prefix: first.picture_bytes(&[128], 0),
@@ -272,9 +287,14 @@ impl GpuRanks {
         Ok(Self {
             plan: load.plan,
             gpus: models.iter().map(|model| model.gpu().clone()).collect(),
+            shards: models
+                .iter()
+                .map(|model| model.share().shard().clone())
+                .collect(),
             models: models.into_iter().map(Mutex::new).collect(),
             ports,
             vae: Mutex::new(vae),
+            conditions,
             kv_bytes,
             reserve,
         })
@@ -348,6 +368,35 @@ impl GpuRanks {
     /// Those of [`GpuVae::encode`].
     pub fn encode(&self, pixels: &kernels::Tensor) -> Result<Posterior, StageError> {
         Ok(self.vae().encode(pixels)?)
+    }
+
+    /// What a shown picture of these scaled latents and patches puts into a sequence, beside the passes.
+    ///
+    /// # Errors
+    /// Those of [`GpuConditions::features`]; `Model` with `Internal` on GPUs that are shown no pictures.
+    pub fn features(
+        &self,
+        latents: &Latents,
+        patches: Patches<'_>,
+    ) -> Result<CondFeatures, StageError> {
+        let none = || ModelError::Internal("gpus that are shown no pictures".into());
+        let conditions = self.conditions.as_ref().ok_or_else(none)?;
+        let mut conditions = conditions.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(conditions.features(latents, patches)?)
+    }
+
+    /// The whole prefix whose parts the ranks have in these caches, in their order.
+    ///
+    /// # Errors
+    /// Those of [`GpuPrefix::download`]; `Model` with `Internal` for other parts than the ranks'.
+    pub fn download(&self, caches: Vec<GpuCache>) -> Result<PrefixKv, StageError> {
+        let mut parts = self.run(caches, |_, cache| cache.into_prefix().download())?;
+        if parts.len() == 1 {
+            return Ok(parts.swap_remove(0));
+        }
+        let config = self.model(0).config().kv_geometry();
+        let parts: Vec<_> = self.shards.iter().zip(&parts).collect();
+        Ok(PrefixKv::whole_of(&config, &parts)?)
     }
 
     fn vae(&self) -> MutexGuard<'_, GpuVae> {

@@ -23,7 +23,8 @@ pub struct GpuAdvance<'a> {
 
 impl GpuModel {
     /// Computes a piece of every row, all packed in one pass; answers with the logits that were asked for, `[vocab]`
-    /// each. Nothing is counted in any cache when an error is returned.
+    /// each. Nothing is counted in any cache when an error is returned. Under a plan every rank calls it with the same
+    /// rows, and the first one has the logits.
     ///
     /// # Errors
     /// `InvalidArgument` for a row beyond the model's positions; `Exhausted` when the pass does not fit; `Internal`
@@ -61,7 +62,11 @@ impl GpuModel {
             // A pass counts once it has run.
             None => self.wait().map(|()| vec![None; wanted.len()]),
         };
-        if done.is_err() {
+        if let Err(error) = &done {
+            if let Some(group) = &self.group {
+                // The others wait for this rank.
+                group.abort(&error.to_string());
+            }
             for (cache, start) in caches.iter_mut().zip(starts) {
                 cache.truncate(start)?;
             }
@@ -87,6 +92,11 @@ impl GpuModel {
                 last.narrow0(at, 1)?.copy_from(&from)?;
                 at += 1;
             }
+        }
+        if self.share.rank() > 0 {
+            // The first rank answers for all.
+            self.logits(&last)?;
+            return self.wait().map(|()| vec![None; wanted.len()]);
         }
         let mut each = self.logits_on_host(&last)?.into_iter();
         let take = |wanted: &bool| wanted.then(|| each.next()).flatten();

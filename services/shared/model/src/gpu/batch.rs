@@ -9,7 +9,7 @@ use super::group::{Ranks, Travel};
 use super::job::GpuJob;
 use super::layer::Pass;
 use super::rows::{GpuRow, PassTokens, RingKeys, pass};
-use super::share::{Attention, Flow};
+use super::share::{Attention, Flow, GpuShare};
 use super::workspace::{Extent, Workspace};
 use crate::error::ModelError;
 
@@ -134,20 +134,7 @@ impl<'a> Builder<'a, '_> {
             travel,
         };
         let pass = pass(model.shape, model.arena.tensor()?, &rows, given)?;
-        let own_tokens = own.iter().map(|piece| piece.tokens.len()).sum();
-        let cuts = flow.attention != Attention::Own;
-        let extent = if alone {
-            Extent::alone(own_tokens)
-        } else {
-            Extent {
-                first: deal.starts[deal.me],
-                own: own_tokens,
-                all: deal.all_tokens(),
-                ranks: share.ranks(),
-                whole: if cuts { deal.all_tokens() } else { 0 },
-                flow,
-            }
-        };
+        let extent = extent(share, deal, &own);
         let work = model.workspace_of(&extent, pass.ranks.as_ref())?;
         Ok(Part { pass, work, own })
     }
@@ -251,6 +238,23 @@ impl<'a> Builder<'a, '_> {
             at += part.dim(0);
         }
         Ok(table)
+    }
+}
+
+/// The tokens of a pass whose residual stream here is that of `own`.
+pub(super) fn extent(share: &GpuShare, deal: &Deal, own: &[Piece]) -> Extent {
+    let (flow, tokens) = (share.flow(), own.iter().map(|p| p.tokens.len()).sum());
+    if flow == Flow::ALONE {
+        return Extent::alone(tokens);
+    }
+    let cuts = flow.attention != Attention::Own;
+    Extent {
+        first: deal.starts[deal.me],
+        own: tokens,
+        all: deal.all_tokens(),
+        ranks: share.ranks(),
+        whole: if cuts { deal.all_tokens() } else { 0 },
+        flow,
     }
 }
 

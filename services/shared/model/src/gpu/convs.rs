@@ -20,9 +20,9 @@ const EPS: f32 = 1e-5;
 
 /// Scale and shift of a normalisation, F32.
 #[derive(Debug)]
-struct GpuAffine {
-    weight: GpuTensor,
-    bias: GpuTensor,
+pub(super) struct GpuAffine {
+    pub(super) weight: GpuTensor,
+    pub(super) bias: GpuTensor,
 }
 
 /// Where modules are read from.
@@ -33,7 +33,7 @@ pub(super) struct From<'a> {
 }
 
 impl From<'_> {
-    fn affine(self, name: &str, channels: usize) -> Result<GpuAffine, ModelError> {
+    pub(super) fn affine(self, name: &str, channels: usize) -> Result<GpuAffine, ModelError> {
         let part = |kind: &str| {
             self.source
                 .f32(self.gpu, &format!("{name}.{kind}"), &[channels])

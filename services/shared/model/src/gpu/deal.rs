@@ -78,6 +78,7 @@ impl Deal {
     }
 
     /// The whole of some rows, for a pass on one rank.
+    #[cfg(test)]
     pub(crate) fn whole(tokens: &[usize]) -> Vec<Piece> {
         let piece = |(row, tokens): (usize, &usize)| Piece {
             row,

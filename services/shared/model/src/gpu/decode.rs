@@ -3,16 +3,21 @@
 //!
 //! Seven launches a layer, each of which may begin while the one before it ends: what it needs of the weights
 //! is on its way by then. A row's bits do not depend on the other rows, but they are not those of a packed pass.
+//!
+//! Under tensor parallelism every rank has all tokens, its heads and its part of every expert, and twice a layer the
+//! ranks add their parts of the stream in the order of ranks: all of them have the same bits, so they route alike.
 
 use std::sync::Arc;
 
 use kernels::cuda::{
-    DecodeAttention, DecodeEnter, DecodeProduct, DecodeRoute, DecodeRouting, DecodeRow, DecodeRows,
-    DecodeSource, DecodeWeights, Gpu, GpuTensor, GpuType, RmsNorm, Start, decode_activation,
-    decode_attention, decode_dense, decode_down, decode_enter, decode_gate_up, decode_route,
+    DecodeAdded, DecodeAttention, DecodeEnter, DecodeParts, DecodeProduct, DecodeRoute,
+    DecodeRouting, DecodeRow, DecodeRows, DecodeSource, DecodeWeights, Gpu, GpuTensor, GpuType,
+    Lane, PartSum, RmsNorm, Start, decode_activation, decode_attention, decode_dense, decode_down,
+    decode_enter, decode_gate_up, decode_route,
 };
 
 use super::GpuModel;
+use super::group::GpuGroup;
 use super::layout::{LayerDims, WeightType};
 use super::prefill::GpuCache;
 use super::rows::PassShape;
@@ -29,6 +34,8 @@ pub(crate) struct Decoder {
     rows: Option<DecodeRows>,
     room: Room,
     most: usize,
+    /// Where the ranks of a plan add, once they have met.
+    parts: Option<DecodeParts>,
 }
 
 /// Activations; the first dimension is tokens or, of experts, rows.
@@ -97,6 +104,10 @@ struct Pass<'a> {
     shape: PassShape,
     /// Of everything but the first kernel.
     start: Start,
+    /// The other ranks of a plan.
+    ranks: Option<(&'a dyn GpuGroup, &'a mut DecodeParts)>,
+    /// What the experts of all ranks add to the stream.
+    added: Option<PartSum>,
 }
 
 impl Decoder {
@@ -127,7 +138,31 @@ impl Decoder {
             rows: None,
             room: Room::new(gpu, dims, decode_activation(kind), most)?,
             most,
+            parts: None,
         }))
+    }
+
+    /// Meets the ranks of a plan, unless it has.
+    fn meet(&mut self, gpu: &Arc<Gpu>, group: Option<&dyn GpuGroup>) -> Result<(), ModelError> {
+        if let (None, Some(group)) = (&self.parts, group) {
+            let (place, size) = (
+                (group.rank(), group.ranks()),
+                (self.most, self.room.x.dim(1)),
+            );
+            let gather = |all: &GpuTensor| group.gather(all, Lane::Compute);
+            self.parts = Some(DecodeParts::meet(gpu, place, size, &gather)?);
+        }
+        Ok(())
+    }
+
+    /// Leaves the group that it has met.
+    pub(super) fn part(&mut self) {
+        self.parts = None;
+    }
+
+    /// After everything enqueued has run: whether no rank was waited for in vain.
+    pub(super) fn check(&self) -> Result<(), ModelError> {
+        Ok(self.parts.as_ref().map_or(Ok(()), DecodeParts::check)?)
     }
 
     /// Whether a pass over these rows, of which hidden states are wanted, is one for it.
@@ -162,6 +197,8 @@ impl GpuModel {
         inputs: &[RowInput<'_>],
         caches: &[&mut GpuCache],
     ) -> Result<GpuTensor, ModelError> {
+        let group = self.group.clone();
+        decoder.meet(&self.gpu, group.as_deref())?;
         let rows: Vec<DecodeRow> = caches.iter().map(|cache| cache.row()).collect();
         let arena = self.arena.tensor()?;
         let rows = DecodeRows::new(
@@ -177,13 +214,15 @@ impl GpuModel {
         self.upload_tokens(inputs, &room)?;
         // Weights that travel arrive between kernels.
         let stays = self.store.travelling().is_empty();
-        let pass = Pass {
+        let mut pass = Pass {
             room,
             rows,
             routing,
             arena,
             shape: self.shape,
             start: if stays { Start::Early } else { Start::InOrder },
+            ranks: group.as_deref().zip(decoder.parts.as_mut()),
+            added: None,
         };
         let table = self.text.as_ref().map(|text| text.embedding());
         let table = table.ok_or_else(|| ModelError::Internal("a decoder without text".into()))?;
@@ -195,14 +234,14 @@ impl GpuModel {
                 let ids = &pass.room.ids;
                 (DecodeSource::Embedding { table, ids }, Start::InOrder)
             } else {
-                (pass.between(), pass.start)
+                (pass.between(), pass.behind_sum())
             };
             pass.enter(source, Some(&small.input_norm), start)?;
-            pass.attend(index, small, &block)?;
-            pass.experts(small, &block)?;
+            let projected = pass.attend(index, small, &block)?;
+            pass.experts(projected.as_ref(), small, &block)?;
             self.store.done(index)?;
         }
-        pass.enter(pass.between(), None, pass.start)?;
+        pass.enter(pass.between(), None, pass.behind_sum())?;
         Ok(pass.room.x)
     }
 
@@ -242,10 +281,40 @@ impl Matrix {
 impl Pass<'_> {
     /// The stream behind a layer.
     fn between(&self) -> DecodeSource<'_> {
-        DecodeSource::Experts {
-            x: &self.room.behind,
-            outputs: &self.room.outputs,
+        let (x, outputs) = (&self.room.behind, &self.room.outputs);
+        match &self.added {
+            Some(sum) => DecodeSource::Parts { x, sum },
+            None => DecodeSource::Experts { x, outputs },
         }
+    }
+
+    /// When a kernel starts that reads a sum: what brings the parts of other ranks may be no kernel of ours.
+    fn behind_sum(&self) -> Start {
+        match &self.ranks {
+            Some((_, parts)) if !parts.is_direct() => Start::InOrder,
+            _ => self.start,
+        }
+    }
+
+    /// Room for what the ranks add next.
+    fn sum(&mut self) -> Result<Option<PartSum>, ModelError> {
+        let tokens = self.routing.tokens();
+        let next = self.ranks.as_mut().map(|(_, parts)| parts.next(tokens));
+        Ok(next.transpose()?)
+    }
+
+    /// Brings this rank's part of `sum` to the others, and theirs here. It is made of the outputs of the experts, or is
+    /// there already.
+    fn spread(&self, sum: &PartSum, of_experts: bool) -> Result<(), ModelError> {
+        let Some((group, parts)) = &self.ranks else {
+            return Ok(());
+        };
+        let outputs = of_experts.then_some((&self.room.outputs, &self.routing));
+        parts.spread(sum, outputs, self.start)?;
+        if !sum.is_direct() {
+            group.gather(sum.all(), Lane::Compute)?;
+        }
+        Ok(())
     }
 
     fn norm<'a>(&self, weight: &'a GpuTensor) -> RmsNorm<'a> {
@@ -267,12 +336,14 @@ impl Pass<'_> {
         Ok(decode_enter(enter, &self.routing, start)?)
     }
 
+    /// Attention; the parts of its sum where there are several ranks.
     fn attend(
-        &self,
+        &mut self,
         index: usize,
         small: &LayerSmall,
         block: &LayerBlock,
-    ) -> Result<(), ModelError> {
+    ) -> Result<Option<PartSum>, ModelError> {
+        let sum = self.sum()?;
         let (room, start) = (&self.room, self.start);
         decode_dense(&room.qkv, &room.h, block.qkv.decoded(), start)?;
         let of = DecodeAttention {
@@ -286,26 +357,34 @@ impl Pass<'_> {
             layer: index,
         };
         decode_attention(of, self.rows, &self.arena, &room.mixed, start)?;
-        Ok(decode_dense(
-            &room.projected,
-            &room.mixed,
-            block.output.decoded(),
-            start,
-        )?)
+        let own = sum.as_ref().map(PartSum::own).transpose()?;
+        let to = own.as_ref().unwrap_or(&room.projected);
+        decode_dense(to, &room.mixed, block.output.decoded(), start)?;
+        if let Some(sum) = &sum {
+            self.spread(sum, false)?;
+        }
+        Ok(sum)
     }
 
-    fn experts(&self, small: &LayerSmall, block: &LayerBlock) -> Result<(), ModelError> {
+    /// The experts, after `projected` or what is its place where there are several ranks.
+    fn experts(
+        &mut self,
+        projected: Option<&PartSum>,
+        small: &LayerSmall,
+        block: &LayerBlock,
+    ) -> Result<(), ModelError> {
+        let next = self.sum()?;
         let (room, routing, start) = (&self.room, &self.routing, self.start);
         let route = DecodeRoute {
             x: &room.x,
-            add: &room.projected,
+            add: projected.map_or(DecodeAdded::Whole(&room.projected), DecodeAdded::Parts),
             out: &room.behind,
             norm: self.norm(&small.post_norm),
             h: &room.h,
             router: &small.router,
             renormalise: self.shape.renormalise,
         };
-        decode_route(route, routing, start)?;
+        decode_route(route, routing, self.behind_sum())?;
         decode_gate_up(
             &room.inner,
             &room.h,
@@ -313,12 +392,17 @@ impl Pass<'_> {
             routing,
             start,
         )?;
-        Ok(decode_down(
+        decode_down(
             &room.outputs,
             &room.inner,
             block.down.decoded(),
             routing,
             start,
-        )?)
+        )?;
+        if let Some(sum) = &next {
+            self.spread(sum, true)?;
+        }
+        self.added = next;
+        Ok(())
     }
 }

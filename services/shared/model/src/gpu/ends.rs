@@ -3,8 +3,8 @@
 use kernels::cuda::{GpuTensor, GpuType, Lane, StepJob, StepJobs, guide_step};
 
 use super::GpuModel;
-use super::batch::{Batch, Part};
-use super::deal::{BatchRow, Piece};
+use super::batch::Batch;
+use super::deal::{BatchRow, Deal, Piece};
 use super::group::Travel;
 use super::job::GpuJob;
 use super::workspace::Workspace;
@@ -75,8 +75,11 @@ impl GpuModel {
         batch: &Batch,
     ) -> Result<(), ModelError> {
         let mut whole = None;
-        if let (false, Some(part)) = (self.share.is_staged(), batch.parts.first()) {
-            whole = self.gather_rows(batch, part)?;
+        if let (false, Some(part)) = (self.share.is_staged(), batch.parts.first())
+            && let Some(room) = &part.work.whole
+        {
+            self.gather_rows((&batch.deal, &batch.rows), &part.work.x, room)?;
+            whole = Some(room.clone());
         }
         for (index, row) in batch.rows.iter().enumerate() {
             // Stages have made theirs on the way.
@@ -146,17 +149,22 @@ impl GpuModel {
         }
     }
 
-    /// The residual stream of whole rows, where each rank has a part of them.
-    fn gather_rows(&self, batch: &Batch, part: &Part) -> Result<Option<GpuTensor>, ModelError> {
-        let (Some(whole), Some(group)) = (&part.work.whole, &self.group) else {
-            return Ok(None);
+    /// The residual stream of whole rows into `whole`, where each rank has a part of them in `x`.
+    pub(super) fn gather_rows(
+        &self,
+        (deal, rows): (&Deal, &[BatchRow]),
+        x: &GpuTensor,
+        whole: &GpuTensor,
+    ) -> Result<(), ModelError> {
+        let Some(group) = &self.group else {
+            return Ok(());
         };
-        let (deal, mut travel) = (&batch.deal, Travel::default());
+        let mut travel = Travel::default();
         let mut at = 0;
         for piece in deal.own() {
             let len = piece.tokens.len();
-            let own = part.work.x.narrow0(at, len)?;
-            let start = batch.rows[piece.row].start + piece.tokens.start;
+            let own = x.narrow0(at, len)?;
+            let start = rows[piece.row].start + piece.tokens.start;
             whole.narrow0(start, len)?.copy_from(&own)?;
             for rank in (0..deal.pieces.len()).filter(|rank| *rank != deal.me) {
                 travel.send(rank, own.clone());
@@ -165,12 +173,11 @@ impl GpuModel {
         }
         for (rank, pieces) in deal.pieces.iter().enumerate() {
             for piece in pieces.iter().filter(|_| rank != deal.me) {
-                let start = batch.rows[piece.row].start + piece.tokens.start;
+                let start = rows[piece.row].start + piece.tokens.start;
                 travel.receive(rank, whole.narrow0(start, piece.tokens.len())?);
             }
         }
-        travel.go(&**group, Lane::Compute)?;
-        Ok(Some(whole.clone()))
+        travel.go(&**group, Lane::Compute)
     }
 
     /// The residual stream of a row that is here as a whole, and where it begins.

@@ -74,7 +74,8 @@ fn instead(config: &ModelConfig, share: &GpuShare, options: GpuOptions, free: us
         let fitting = plans.iter().find(|text| {
             let plan = text.parse::<Plan>().ok();
             let other = plan.and_then(|plan| GpuShare::new(config, &plan, 0).ok());
-            gpus > share.ranks() && !options.text && other.is_some_and(|s| fits(&s, options))
+            let other = other.filter(|other| !options.text || other.writes_text().is_ok());
+            gpus > share.ranks() && other.is_some_and(|s| fits(&s, options))
         });
         if let Some(plan) = fitting {
             ways.push(format!("plan {plan} on {gpus} such gpus"));
@@ -139,6 +140,12 @@ mod tests {
         assert!(needed(&config, &share, fewer).unwrap() <= FREE);
         fewer.resident_layers = Some(resident + 1);
         assert!(needed(&config, &share, fewer).unwrap() > FREE);
+        let text = GpuOptions {
+            text: true,
+            ..options(WeightType::Bf16)
+        };
+        let said = instead(&config, &share, text, FREE);
+        assert!(said.contains("plan tp=2 on 2 such gpus"), "{said}");
         let none = instead(&config, &share, options(WeightType::Fp8), 1 << 30);
         assert!(none.starts_with("nothing"), "{none}");
     }

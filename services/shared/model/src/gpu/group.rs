@@ -23,6 +23,22 @@ pub trait GpuGroup: Debug + Send + Sync {
     /// # Errors
     /// `GroupEnded`, `Argument`, or what the driver says.
     fn exchange(&self, transfers: &[Transfer<'_>], lane: Lane) -> Result<(), CudaError>;
+    /// Makes every rank's entry of `all [ranks, ..]`, where the own one is there already.
+    ///
+    /// # Errors
+    /// Those of [`GpuGroup::exchange`].
+    fn gather(&self, all: &GpuTensor, lane: Lane) -> Result<(), CudaError> {
+        let own = all.narrow0(self.rank(), 1)?;
+        let others = || (0..self.ranks()).filter(|rank| *rank != self.rank());
+        let places: Vec<GpuTensor> = others()
+            .map(|rank| all.narrow0(rank, 1))
+            .collect::<Result<_, _>>()?;
+        let sent = others().map(|to| Transfer::Send { to, tensor: &own });
+        let received = others().zip(&places);
+        let received = received.map(|(from, tensor)| Transfer::Receive { from, tensor });
+        let transfers: Vec<Transfer<'_>> = sent.chain(received).collect();
+        self.exchange(&transfers, lane)
+    }
     /// Marks this place of [`Lane::Beside`].
     ///
     /// # Errors
@@ -57,6 +73,10 @@ impl GpuGroup for Comm {
 
     fn exchange(&self, transfers: &[Transfer<'_>], lane: Lane) -> Result<(), CudaError> {
         Self::exchange(self, transfers, lane)
+    }
+
+    fn gather(&self, all: &GpuTensor, lane: Lane) -> Result<(), CudaError> {
+        self.all_gather(&all.narrow0(Self::rank(self), 1)?, all, lane)
     }
 
     fn mark(&self) -> Result<Mark, CudaError> {

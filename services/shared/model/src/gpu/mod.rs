@@ -7,6 +7,7 @@
 mod advance;
 mod arena;
 mod batch;
+mod cond;
 mod convs;
 mod deal;
 mod decode;
@@ -32,6 +33,7 @@ mod text;
 mod time;
 mod timings;
 mod vae;
+mod vit;
 mod weights;
 mod workspace;
 
@@ -46,6 +48,7 @@ use parallel::Plan;
 pub use self::advance::GpuAdvance;
 use self::arena::KvArena;
 use self::batch::Batch;
+pub use self::cond::GpuConditions;
 use self::convs::{From, GpuHead, GpuStem};
 use self::decode::Decoder;
 pub use self::group::GpuGroup;
@@ -142,7 +145,7 @@ impl GpuModel {
     ///
     /// # Errors
     /// Those of [`GpuModel::open`]; `Internal` for a group of other ranks than the plan's, `Unimplemented` for
-    /// text under a plan.
+    /// text under a plan of [`GpuShare::writes_text`].
     pub fn open_rank(
         dir: &Path,
         options: GpuOptions,
@@ -196,9 +199,8 @@ impl GpuModel {
         place: Place,
     ) -> Result<Self, ModelError> {
         let Place { gpu, share, group } = place;
-        if options.text && share.ranks() > 1 {
-            let message = "text on gpus under a plan".to_owned();
-            return Err(ModelError::Unimplemented(message));
+        if options.text {
+            share.writes_text()?;
         }
         fit::check(&gpu, &config, &share, options)?;
         let range = share.shard().layers();
@@ -231,7 +233,7 @@ impl GpuModel {
         let head = GpuHead::load(from, &config)?;
         let text = options
             .text
-            .then(|| TextEnds::load(from, &config))
+            .then(|| TextEnds::load(from, &config, &share))
             .transpose()?;
         let decoder = match &text {
             Some(_) => Decoder::new(&gpu, &dims[0], shape, options.weights)?,
@@ -294,8 +296,11 @@ impl GpuModel {
 
     /// Joins another group of the same ranks, after the last one has ended.
     pub fn rejoin(&mut self, group: Arc<dyn GpuGroup>) {
-        // Its tables belong to the old group.
+        // Their tables belong to the old group.
         self.batch = None;
+        if let Some(decoder) = &mut self.decoder {
+            decoder.part();
+        }
         self.group = (self.share.ranks() > 1).then_some(group);
     }
 
@@ -305,10 +310,15 @@ impl GpuModel {
     /// `Gpu` when the device or another rank failed.
     pub fn wait(&self) -> Result<(), ModelError> {
         self.gpu.synchronize()?;
+        self.all_came()
+    }
+
+    /// After everything enqueued has run: whether no rank was waited for in vain.
+    fn all_came(&self) -> Result<(), ModelError> {
         if let Some(group) = &self.group {
             group.wait()?;
         }
-        Ok(())
+        self.decoder.as_ref().map_or(Ok(()), Decoder::check)
     }
 
     /// Brings a prefix to the device, rounded to bf16: a whole one, of which the rank keeps its part, or that part.

@@ -30,7 +30,7 @@ pub struct GpuNeeds {
     pub small: usize,
     /// Activations of the largest pass.
     pub pass: usize,
-    /// The VAE with the activations of its largest picture.
+    /// The VAE with the activations of its largest picture, and what else shown pictures need.
     pub vae: usize,
     /// What is nobody's in particular.
     pub reserve: usize,
@@ -76,7 +76,7 @@ impl GpuNeeds {
             resident: options.resident_layers.unwrap_or(layers).min(layers),
             small: ends(config, options.text) + staging(&dims, options.weights),
             pass: sizes.bytes(&largest(share, options.max_tokens)),
-            vae: vae_bytes(config, vae, latents),
+            vae: vae_bytes(config, vae, latents) + conditions(config, vae),
             reserve: RESERVE,
         })
     }
@@ -147,6 +147,23 @@ fn vae_bytes(config: &ModelConfig, parts: GpuVaeParts, latents: usize) -> usize 
         0
     };
     HALF * (weights + buffers)
+}
+
+/// The stem and the vision transformer of shown pictures, which go with the encoder, and their activations.
+fn conditions(config: &ModelConfig, parts: GpuVaeParts) -> usize {
+    if !parts.encoder {
+        return 0;
+    }
+    let stem = ["vision_", "patch_embed.", "time_embed.", "timestep_emb."];
+    let all = expected_tensors(config);
+    let weights = all
+        .iter()
+        .filter(|spec| stem.iter().any(|s| spec.name.starts_with(s)));
+    let weights = weights.map(|spec| spec.shape.iter().product::<usize>());
+    let vit = &config.vit;
+    let widest = 8 * vit.hidden_size + 3 * vit.intermediate_size + 4 * config.hidden_size;
+    let tokens = config.vit_processor.max_num_patches + 1;
+    HALF * (weights.sum::<usize>() + 2 * tokens * widest)
 }
 
 /// Values of the widest activation for each latent position.

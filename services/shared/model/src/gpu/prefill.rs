@@ -1,18 +1,17 @@
 //! Prefixes made on the device: packed rows of tokens through the layers, their keys and values kept.
 
-use kernels::cuda::{DecodeRow, GpuTensor, likeliest, narrow_to_bf16};
+use kernels::cuda::{DecodeRow, GpuTensor, GpuType, likeliest, narrow_to_bf16};
 
 use super::GpuModel;
 use super::arena::KvLease;
-use super::deal::Deal;
-use super::group::Travel;
-use super::layer::Layer;
+use super::batch::extent;
+use super::deal::{BatchRow, Deal, Piece};
+use super::group::{Ranks, Travel};
 use super::prefix::GpuPrefix;
 use super::rotary::Rotary;
 use super::rows::{GpuRow, PassTokens, pass};
-use super::share::Flow;
-use super::workspace::Extent;
-use crate::backbone::{RowSegment, segments};
+use super::step::Watch;
+use crate::backbone::{Goal, RowSegment, segments};
 use crate::error::ModelError;
 use crate::input::RowInput;
 use crate::prefill::{PreparedRow, RowTokens};
@@ -130,6 +129,8 @@ impl GpuModel {
     /// Runs packed tokens of rows on top of their caches and appends to them. With `hidden` the last layer is
     /// computed whole and the raw hidden states `[tokens, hidden]` come back, valid until the next pass.
     ///
+    /// Under a plan every rank calls it with the same rows, and its own caches.
+    ///
     /// Up to 32 rows of one token each (and up to 256 choices of experts), of which hidden states are wanted, take the
     /// kernels for decoding: the same function, with other rounding, and with bits that do not depend on other rows.
     ///
@@ -145,19 +146,40 @@ impl GpuModel {
         self.batch = None;
         let parts = prepared(inputs, caches, &self.config)?;
         let decoder = self.decoder.as_ref().filter(|_| hidden);
-        if decoder.is_some_and(|decoder| decoder.takes(inputs)) {
-            return self.decode(inputs, caches).map(Some);
+        let done = if decoder.is_some_and(|decoder| decoder.takes(inputs)) {
+            self.decode(inputs, caches).map(Some)
+        } else {
+            self.packed(inputs, &parts, (caches, hidden))
+        };
+        if let (Err(error), Some(group)) = (&done, &self.group) {
+            // The others wait for this rank.
+            group.abort(&error.to_string());
         }
-        let tokens = inputs.iter().map(|row| row.ids.len()).sum();
-        let mut work = self.workspace(&Extent::alone(tokens))?;
-        self.embed_text(inputs, &work.x)?;
-        let Rotary { cos, sin } = self.rotary(inputs)?;
-        let rows: Vec<GpuRow<'_>> = inputs
+        done
+    }
+
+    /// The same by the kernels of denoising: rows that were checked against their caches, and their segments.
+    fn packed(
+        &mut self,
+        inputs: &[RowInput<'_>],
+        parts: &[Vec<RowSegment>],
+        (caches, hidden): (&mut [&mut GpuCache], bool),
+    ) -> Result<Option<GpuTensor>, ModelError> {
+        let rows = batch_rows(inputs);
+        let deal = Deal::new(&self.share, &rows)?;
+        let group = self.group.as_ref();
+        let ranks = group.map(|group| Ranks::new(group, &deal));
+        let extent = extent(&self.share, &deal, deal.own());
+        let mut work = self.workspace_of(&extent, ranks.as_ref())?;
+        self.embed_text(inputs, deal.own(), &work.x)?;
+        let everyone = deal.pieces.concat();
+        let Rotary { cos, sin } = self.rotary(inputs, &everyone)?;
+        let attended: Vec<GpuRow<'_>> = rows
             .iter()
-            .zip(&parts)
+            .zip(parts)
             .zip(caches.iter())
-            .map(|((input, segments), cache)| GpuRow {
-                tokens: input.ids.len(),
+            .map(|((row, segments), cache)| GpuRow {
+                tokens: row.tokens,
                 segments,
                 prefix: None,
                 at: cache.lease.place(),
@@ -165,75 +187,78 @@ impl GpuModel {
                 ring: Vec::new(),
             })
             .collect();
-        let lengths: Vec<usize> = rows.iter().map(|row| row.tokens).collect();
         let given = PassTokens {
-            pieces: &Deal::whole(&lengths),
+            pieces: &everyone,
             cos,
             sin,
-            flow: Flow::ALONE,
-            ranks: None,
+            flow: self.share.flow(),
+            ranks,
             travel: Travel::default(),
         };
-        let pass = pass(self.shape, self.arena.tensor()?, &rows, given)?;
-        let layers = self.small.len();
-        for index in 0..layers {
-            let block = self.store.block(index)?;
-            let layer = Layer {
-                index,
-                dims: &self.dims[index],
-                small: &self.small[index],
-                block: &block,
-            };
-            if index == 0 {
-                layer.enter(&work, &pass)?;
-            }
-            if index + 1 == layers && !hidden {
-                layer.keys(&work, &pass)?;
-            } else {
-                let next = self.small.get(index + 1).map(|small| &small.input_norm);
-                layer.forward(&mut work, &pass, next)?;
-            }
-            self.store.done(index)?;
-        }
+        let pass = pass(self.shape, self.arena.tensor()?, &attended, given)?;
+        let goal = if hidden { Goal::Hidden } else { Goal::Cache };
+        self.layers((&mut work, &pass), goal, &mut Watch::default())?;
         for (cache, input) in caches.iter_mut().zip(inputs) {
             cache.append(input.ids.len());
         }
-        Ok(hidden.then(|| work.x.clone()))
+        if !hidden {
+            return Ok(None);
+        }
+        match &work.whole {
+            Some(whole) => {
+                self.gather_rows((&deal, &rows), &work.x, whole)?;
+                Ok(Some(whole.clone()))
+            }
+            None => Ok(Some(work.x.clone())),
+        }
     }
 
-    /// F32 vocabulary logits `[rows, vocab]` of hidden states `[rows, hidden]`.
+    /// F32 vocabulary logits `[rows, vocab]` of hidden states `[rows, hidden]`. Under a plan every rank calls it, with the
+    /// same hidden states.
     ///
     /// # Errors
-    /// `Internal` when the model was opened without text, `Gpu` when the device failed.
+    /// `Internal` when the model was opened without text, `Gpu` when the device or another rank failed.
     pub fn logits(&self, hidden: &GpuTensor) -> Result<GpuTensor, ModelError> {
-        self.text.as_ref().ok_or_else(no_text)?.logits(hidden)
+        let text = self.text.as_ref().ok_or_else(no_text)?;
+        text.logits(hidden, self.group.as_deref())
     }
 
-    /// The logits behind each of these hidden states on the host, `[vocab]` each.
+    /// The logits behind each of these hidden states on the host, `[vocab]` each. Under a plan every rank calls it.
     ///
     /// # Errors
     /// Those of [`GpuModel::logits`].
     pub fn logits_on_host(&self, hidden: &GpuTensor) -> Result<Vec<Vec<f32>>, ModelError> {
         let text = self.text.as_ref().ok_or_else(no_text)?;
-        text.read(&text.logits(hidden)?)
+        let rows = text.read(&self.logits(hidden)?)?;
+        self.all_came()?;
+        Ok(rows)
     }
 
     /// The likeliest token of each row of logits, found on the device; the first among equals.
     ///
     /// # Errors
-    /// `Gpu` when the device failed.
+    /// `Gpu` when the device or another rank failed.
     pub fn likeliest(&self, logits: &GpuTensor) -> Result<Vec<u32>, ModelError> {
         let ids = likeliest(logits)?.to_i32_vec()?;
+        self.all_came()?;
         Ok(ids.into_iter().map(i32::cast_unsigned).collect())
     }
 
-    /// Embeddings of all rows into `x`, and the vectors that replace some of them.
-    fn embed_text(&self, inputs: &[RowInput<'_>], x: &GpuTensor) -> Result<(), ModelError> {
+    /// Embeddings of `own` tokens of the rows into `x`, and the vectors that replace some of them.
+    fn embed_text(
+        &self,
+        inputs: &[RowInput<'_>],
+        own: &[Piece],
+        x: &GpuTensor,
+    ) -> Result<(), ModelError> {
         let text = self.text.as_ref().ok_or_else(no_text)?;
-        let ids = inputs.iter().flat_map(|row| row.ids.iter().copied());
-        text.embed(&ids.collect::<Vec<u32>>(), x)?;
+        let ids = own
+            .iter()
+            .flat_map(|p| &inputs[p.row].ids[p.tokens.clone()]);
+        text.embed(&ids.copied().collect::<Vec<u32>>(), x)?;
         let mut base = 0;
-        for row in inputs {
+        for piece in own {
+            let row = &inputs[piece.row];
             for (index, vectors) in row.vectors {
                 let inside = *index >= row.start
                     && vectors.dim(1) == self.config.hidden_size
@@ -244,14 +269,41 @@ impl GpuModel {
                         vectors.shape()
                     )));
                 }
-                let wide = GpuTensor::from_host(&self.gpu, vectors, "vectors of tokens")?;
-                let to = x.narrow0(base + index - row.start, vectors.dim(0))?;
-                narrow_to_bf16(&wide, &to)?;
+                // Those of this piece.
+                let first = index - row.start;
+                let start = first.max(piece.tokens.start);
+                let end = (first + vectors.dim(0)).min(piece.tokens.end);
+                if start >= end {
+                    continue;
+                }
+                let vectors = vectors.narrow0(start - first, end - start)?;
+                let there = GpuTensor::from_host(&self.gpu, &vectors, "vectors of tokens")?;
+                let to = x.narrow0(base + start - piece.tokens.start, end - start)?;
+                match there.dtype() {
+                    GpuType::Bf16 => to.copy_from(&there)?,
+                    _ => narrow_to_bf16(&there, &to)?,
+                }
             }
-            base += row.ids.len();
+            base += piece.tokens.len();
         }
         Ok(())
     }
+}
+
+/// The rows of a pass over text.
+fn batch_rows(inputs: &[RowInput<'_>]) -> Vec<BatchRow> {
+    let mut start = 0;
+    let row = |(job, input): (usize, &RowInput<'_>)| {
+        let tokens = input.ids.len();
+        start += tokens;
+        BatchRow {
+            job,
+            side: 0,
+            tokens,
+            start: start - tokens,
+        }
+    };
+    inputs.iter().enumerate().map(row).collect()
 }
 
 /// The segments of every row, after checking that rows continue their caches and fit.

@@ -5,6 +5,7 @@ use kernels::Tensor;
 use kernels::cuda::{GpuTensor, GpuType};
 
 use super::GpuModel;
+use super::deal::Piece;
 use crate::error::ModelError;
 use crate::input::RowInput;
 use crate::positions::{positions, rope_table};
@@ -29,17 +30,25 @@ impl Rotary {
 }
 
 impl GpuModel {
-    /// The table of all tokens of the rows, whose ends were checked against the model's positions.
-    pub(super) fn rotary(&mut self, inputs: &[RowInput<'_>]) -> Result<Rotary, ModelError> {
+    /// The table of `pieces` of the rows, whose ends were checked against the model's positions.
+    pub(super) fn rotary(
+        &mut self,
+        inputs: &[RowInput<'_>],
+        pieces: &[Piece],
+    ) -> Result<Rotary, ModelError> {
         if inputs.iter().any(|row| !row.images.is_empty()) {
-            return self.rotary_of(inputs);
+            return self.rotary_of(inputs, pieces);
         }
         let ends = inputs.iter().map(|row| row.start + row.ids.len());
         let text = self.text_rotary(ends.max().unwrap_or(0))?;
-        if let [row] = inputs {
-            return text.part(row.start, row.ids.len());
+        let part = |piece: &Piece| {
+            let start = inputs[piece.row].start + piece.tokens.start;
+            text.part(start, piece.tokens.len())
+        };
+        if let [piece] = pieces {
+            return part(piece);
         }
-        let tokens = inputs.iter().map(|row| row.ids.len()).sum();
+        let tokens = pieces.iter().map(|piece| piece.tokens.len()).sum();
         let new = || {
             let dims = [tokens, self.config.head_dim];
             GpuTensor::new(&self.gpu, &dims, GpuType::F32, "rotary table")
@@ -49,14 +58,11 @@ impl GpuModel {
             sin: new()?,
         };
         let mut at = 0;
-        for row in inputs {
-            let (from, to) = (
-                text.part(row.start, row.ids.len())?,
-                all.part(at, row.ids.len())?,
-            );
+        for piece in pieces.iter().filter(|piece| !piece.tokens.is_empty()) {
+            let (from, to) = (part(piece)?, all.part(at, piece.tokens.len())?);
             to.cos.copy_from(&from.cos)?;
             to.sin.copy_from(&from.sin)?;
-            at += row.ids.len();
+            at += piece.tokens.len();
         }
         Ok(all)
     }
@@ -76,10 +82,12 @@ impl GpuModel {
         Ok(table)
     }
 
-    fn rotary_of(&self, inputs: &[RowInput<'_>]) -> Result<Rotary, ModelError> {
+    fn rotary_of(&self, inputs: &[RowInput<'_>], pieces: &[Piece]) -> Result<Rotary, ModelError> {
         let mut places = Vec::new();
-        for row in inputs {
-            places.extend(positions(row.start..row.start + row.ids.len(), row.images)?);
+        for piece in pieces {
+            let row = &inputs[piece.row];
+            let (start, end) = (row.start + piece.tokens.start, row.start + piece.tokens.end);
+            places.extend(positions(start..end, row.images)?);
         }
         self.upload_rotary(&places)
     }

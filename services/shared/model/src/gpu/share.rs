@@ -118,6 +118,21 @@ impl GpuShare {
         })
     }
 
+    /// Whether text is read and written under this plan: on one GPU, or with every matrix cut (`tp`).
+    ///
+    /// # Errors
+    /// `Unimplemented` for any other plan.
+    pub fn writes_text(&self) -> Result<(), ModelError> {
+        let cut = self.flow.attention == Attention::Heads && self.flow.shared_cut;
+        if self.ranks() == 1 || cut {
+            return Ok(());
+        }
+        let plan = self.shard.plan();
+        Err(ModelError::Unimplemented(format!(
+            "plan {plan} on gpus: text is written on one gpu, or under tp with experts that are split"
+        )))
+    }
+
     /// Ranks of the plan.
     pub fn ranks(&self) -> usize {
         self.axis.map_or(1, |axis| self.shard.place(axis).size)
@@ -164,6 +179,16 @@ impl GpuShare {
     pub(crate) fn experts(&self, experts: usize) -> Result<Range<usize>, ModelError> {
         let place = self.shard.place(self.shard.plan().ep);
         Ok(even_range(experts, place.size, place.index)?)
+    }
+
+    /// Rows of the vocabulary that this rank multiplies: an equal part, or all where there is none that kernels take.
+    pub(crate) fn vocabulary(&self, vocab: usize) -> Range<usize> {
+        let ranks = self.ranks();
+        if self.flow.attention != Attention::Heads || !vocab.is_multiple_of(8 * ranks) {
+            return 0..vocab;
+        }
+        let each = vocab / ranks;
+        self.rank * each..(self.rank + 1) * each
     }
 
     /// Inner width of an expert's part here.

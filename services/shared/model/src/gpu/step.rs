@@ -4,12 +4,13 @@ use std::sync::Arc;
 
 use kernels::cuda::Gpu;
 
-use super::batch::{Batch, Part};
+use super::batch::Batch;
 use super::group::Ranks;
 use super::job::GpuJob;
-use super::layer::Layer;
+use super::layer::{Layer, Pass};
 use super::workspace::{Extent, Sizes, Workspace};
 use super::{GpuModel, Timings};
+use crate::backbone::Goal;
 use crate::error::ModelError;
 
 /// Sees the velocities of job `index` of a call.
@@ -87,7 +88,7 @@ impl GpuModel {
             for part in &mut batch.parts {
                 self.embed(jobs, &batch.rows, (&part.work, &part.own))?;
                 watch.note(&gpu, "stem")?;
-                self.layers(part, watch)?;
+                self.layers((&mut part.work, &part.pass), Goal::Hidden, watch)?;
             }
         }
         if batch.velocities.is_some() {
@@ -113,10 +114,16 @@ impl GpuModel {
         Ok(())
     }
 
-    /// The layers of this rank over one pass.
-    fn layers(&mut self, part: &mut Part, watch: &mut Watch<'_>) -> Result<(), ModelError> {
+    /// The layers of this rank over one pass, of which `goal` says what is wanted.
+    pub(super) fn layers(
+        &mut self,
+        (work, pass): (&mut Workspace, &Pass),
+        goal: Goal,
+        watch: &mut Watch<'_>,
+    ) -> Result<(), ModelError> {
         let gpu = self.gpu.clone();
-        for index in 0..self.small.len() {
+        let layers = self.small.len();
+        for index in 0..layers {
             let block = self.store.block(index)?;
             let layer = Layer {
                 index,
@@ -125,10 +132,14 @@ impl GpuModel {
                 block: &block,
             };
             if index == 0 {
-                layer.enter(&part.work, &part.pass)?;
+                layer.enter(work, pass)?;
             }
-            let next = self.small.get(index + 1).map(|small| &small.input_norm);
-            layer.forward(&mut part.work, &part.pass, next)?;
+            if index + 1 == layers && goal == Goal::Cache {
+                layer.keys(work, pass)?;
+            } else {
+                let next = self.small.get(index + 1).map(|small| &small.input_norm);
+                layer.forward(work, pass, next)?;
+            }
             self.store.done(index)?;
             watch.note(&gpu, "layer")?;
         }
@@ -152,7 +163,8 @@ impl GpuModel {
                 self.hand_on(&x, Some(stage - 1), None)?;
             }
             watch.note(&self.gpu.clone(), "stem")?;
-            self.layers(&mut batch.parts[index], watch)?;
+            let part = &mut batch.parts[index];
+            self.layers((&mut part.work, &part.pass), Goal::Hidden, watch)?;
             if stage == last {
                 self.row_velocity(jobs, batch, index, (&x, 0))?;
             } else {
@@ -160,11 +172,6 @@ impl GpuModel {
             }
         }
         Ok(())
-    }
-
-    /// Room for a pass of one GPU.
-    pub(super) fn workspace(&self, of: &Extent) -> Result<Workspace, ModelError> {
-        self.workspace_of(of, None)
     }
 
     /// Room for a pass.

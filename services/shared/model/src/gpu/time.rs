@@ -13,8 +13,8 @@ use crate::error::ModelError;
 /// `x . w^T + bias` with F32 results.
 #[derive(Debug)]
 pub(crate) struct BiasedLinear {
-    weight: GpuTensor,
-    bias: GpuTensor,
+    pub(super) weight: GpuTensor,
+    pub(super) bias: GpuTensor,
 }
 
 impl BiasedLinear {
@@ -31,7 +31,7 @@ impl BiasedLinear {
     }
 
     /// `activation(x . w^T + bias)` of bf16 `x [n, in]`, in `dtype` (F32 or bf16).
-    fn forward(
+    pub(super) fn forward(
         &self,
         x: &GpuTensor,
         activation: Activation,

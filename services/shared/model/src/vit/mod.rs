@@ -1,6 +1,6 @@
 //! SigLIP2: patches of a picture to features, and the aligner that takes them to the decoder's width.
 
-mod positions;
+pub(crate) mod positions;
 
 use kernels::{
     LinearWeight, Tensor, add, add_assign, gelu_erf, gelu_tanh, layer_norm, linear, mha,
@@ -86,36 +86,26 @@ impl Vit {
         patches: Patches<'_>,
         see: &mut dyn FnMut(&str, &Tensor),
     ) -> Result<Tensor, ModelError> {
-        let real = self.check(patches)?;
+        let real = real_patches(patches, self.max_patches)?;
         let mut x = self.embed(patches, real)?;
-        see("embeddings", &self.spread(&x, real)?);
+        see("embeddings", &spread(&x, real, self.max_patches)?);
         for (index, layer) in self.layers.iter().enumerate() {
             layer.forward(&mut x, &self.config, real)?;
-            see(&format!("layer{index}"), &self.spread(&x, real)?);
+            see(
+                &format!("layer{index}"),
+                &spread(&x, real, self.max_patches)?,
+            );
         }
         let (eps, norm) = (self.config.layer_norm_eps as f32, &self.post_norm);
         let mut x = layer_norm(&x, &norm.weight, &norm.bias, eps)?;
-        see("last_hidden_state", &self.spread(&x, real)?);
+        see("last_hidden_state", &spread(&x, real, self.max_patches)?);
         for (index, weight) in self.aligner.iter().enumerate() {
             if index > 0 {
                 x = gelu_erf(&x)?;
             }
             x = linear(&x, weight)?;
         }
-        self.spread(&x, real)
-    }
-
-    /// Number of real patches.
-    fn check(&self, patches: Patches<'_>) -> Result<usize, ModelError> {
-        let (rows, columns) = patches.grid;
-        let real = rows.saturating_mul(columns);
-        if real == 0 || real > self.max_patches || real > patches.values.dim(0) {
-            return Err(ModelError::Internal(format!(
-                "vit grid {rows} x {columns} does not fit {} patches",
-                self.max_patches.min(patches.values.dim(0))
-            )));
-        }
-        Ok(real)
+        spread(&x, real, self.max_patches)
     }
 
     /// Real patches, then one token for all that have none: it gets the first position's vector.
@@ -131,16 +121,38 @@ impl Vit {
         let x = linear(&Tensor::concat0(&[&values, &blank])?, &self.patch)?;
         Ok(add(&x, &Tensor::from_f32(x.shape(), positions)?)?)
     }
+}
 
-    /// `[real (+ 1), n]` to `[tokens, n]`: the token behind the real ones is copied.
-    fn spread(&self, x: &Tensor, real: usize) -> Result<Tensor, ModelError> {
-        let width = x.dim(1);
-        let mut values = x.to_f32_vec();
-        for _ in x.dim(0)..self.max_patches {
-            values.extend_from_within(real * width..(real + 1) * width);
-        }
-        Ok(Tensor::from_f32(&[self.max_patches, width], values)?)
+/// Number of real patches.
+pub(crate) fn real_patches(patches: Patches<'_>, most: usize) -> Result<usize, ModelError> {
+    let (rows, columns) = patches.grid;
+    let real = rows.saturating_mul(columns);
+    if real == 0 || real > most || real > patches.values.dim(0) {
+        return Err(ModelError::Internal(format!(
+            "vit grid {rows} x {columns} does not fit {} patches",
+            most.min(patches.values.dim(0))
+        )));
     }
+    Ok(real)
+}
+
+/// `[real (+ 1), n]` to `[tokens, n]`: the token behind the real ones is copied.
+pub(crate) fn spread(x: &Tensor, real: usize, tokens: usize) -> Result<Tensor, ModelError> {
+    let (rows, width) = (x.dim(0), x.dim(1));
+    let spare = real * width..(real + 1) * width;
+    let dims = [tokens.max(rows), width];
+    if let Ok(values) = x.as_bf16() {
+        let mut values = values.to_vec();
+        for _ in rows..tokens {
+            values.extend_from_within(spare.clone());
+        }
+        return Ok(Tensor::from_bf16(&dims, values)?);
+    }
+    let mut values = x.to_f32_vec();
+    for _ in rows..tokens {
+        values.extend_from_within(spare.clone());
+    }
+    Ok(Tensor::from_f32(&dims, values)?)
 }
 
 impl Layer {

@@ -6,7 +6,7 @@ use crate::error::ModelError;
 
 /// Resizes `table [side * side, width]` to `[height * width, width]`: bilinear, half-pixel centres,
 /// antialiased where it shrinks (HunyuanImage-3.0 specification, SigLIP2 encoder).
-pub(super) fn resize(
+pub(crate) fn resize(
     table: &Tensor,
     side: usize,
     grid: (usize, usize),
