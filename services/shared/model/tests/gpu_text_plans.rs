@@ -15,10 +15,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use model::backbone::NoProbe;
 use model::gpu::{GpuCache, GpuGroup, GpuModel, GpuOptions, GpuShare, WeightType};
 use model::input::RowInput;
-use model::{ModelConfig, ModelError, PrefixKv};
-use parallel::Plan;
+use model::{LoadOptions, Model, ModelConfig, ModelError, PrefixKv};
+use parallel::{Plan, RankContext};
 
 use gpu_ranks::{Meeting, PATIENCE, RANKS};
 use numbers::relative;
@@ -102,11 +103,7 @@ fn write(model: &mut GpuModel, prompts: &[Vec<u32>], given: Option<&[Vec<u32>]>)
         prefixes: Vec::new(),
     };
     for step in 0..STEPS {
-        let best = |logits: &Vec<f32>| {
-            let most = logits.iter().copied().fold(f32::MIN, f32::max);
-            logits.iter().position(|x| *x == most).unwrap() as u32
-        };
-        let tokens: Vec<u32> = last.iter().map(best).collect();
+        let tokens: Vec<u32> = last.iter().map(|of_row| likeliest(of_row)).collect();
         let next = given.map_or_else(|| tokens.clone(), |given| given[step].clone());
         seen.logits.push(last);
         seen.tokens.push(tokens);
@@ -144,41 +141,66 @@ fn under<T: Send>(plan: &str, config: &ModelConfig, open: &Open<'_>, run: &Run<'
     })
 }
 
-/// Relative errors, in order.
-fn errors(got: &[Vec<Vec<f32>>], want: &[Vec<Vec<f32>>]) -> Vec<f64> {
-    let pairs = got.iter().flatten().zip(want.iter().flatten());
-    let mut all: Vec<f64> = pairs.map(|(got, want)| relative(got, want)).collect();
-    all.sort_by(f64::total_cmp);
-    all
+/// Greedy tokens of the CPU, and the logits they were chosen from, by step and row.
+fn on_cpu(dir: &Path, prompts: &[Vec<u32>]) -> (Vec<Vec<u32>>, Vec<Vec<Vec<f32>>>) {
+    let model = Model::open(dir, LoadOptions::default()).unwrap();
+    let (backbone, single) = (model.backbone().unwrap(), RankContext::single());
+    let mut tokens = vec![Vec::new(); STEPS];
+    let mut logits = vec![Vec::new(); STEPS];
+    for prompt in prompts {
+        let mut cache = model.cache(prompt.len() + STEPS).unwrap();
+        let (mut ids, mut start) = (prompt.clone(), 0);
+        for step in 0..STEPS {
+            let rows = [input(start, &ids)];
+            let hidden = model.run_rows(&single, &rows, &mut [&mut cache], &mut NoProbe);
+            let normed = backbone.final_norm(&hidden.unwrap()).unwrap();
+            let all = backbone.logits(&normed).unwrap();
+            let last = all.as_f32().unwrap();
+            let last = last[last.len() - all.dim(1)..].to_vec();
+            start += ids.len();
+            ids = vec![likeliest(&last)];
+            tokens[step].push(ids[0]);
+            logits[step].push(last);
+        }
+    }
+    (tokens, logits)
 }
 
-/// The plan beside one GPU on the same tokens: middle and largest relative error of logits, tokens that are
-/// equal, and the middle error of the prefixes.
-fn compare(
+fn likeliest(logits: &[f32]) -> u32 {
+    let most = logits.iter().copied().fold(f32::MIN, f32::max);
+    logits.iter().position(|x| *x == most).unwrap() as u32
+}
+
+/// Middle relative error of logits, and how many tokens are equal.
+fn agreement(got: &Seen, want: &(Vec<Vec<u32>>, Vec<Vec<Vec<f32>>>)) -> (f64, usize) {
+    let pairs = got.logits.iter().flatten().zip(want.1.iter().flatten());
+    let mut all: Vec<f64> = pairs.map(|(got, want)| relative(got, want)).collect();
+    all.sort_by(f64::total_cmp);
+    let pairs = got.tokens.iter().flatten().zip(want.0.iter().flatten());
+    let equal = pairs.filter(|(got, want)| got == want).count();
+    (all[all.len() / 2], equal)
+}
+
+/// What the ranks of `tp=2` see of the same tokens as one GPU; what is wrong with it but its logits.
+fn both(
     what: &str,
     config: &ModelConfig,
-    mut alone: GpuModel,
+    prompts: &[Vec<u32>],
+    given: &[Vec<u32>],
     open: &Open<'_>,
-    bar: f64,
-) -> Vec<String> {
-    let prompts = prompts(config.vocab_size);
-    let want = write(&mut alone, &prompts, None);
-    drop(alone);
+) -> (Seen, Vec<String>) {
     let seen = under("tp=2", config, open, &|model| {
-        let all = write(model, &prompts, Some(&want.tokens));
+        let all = write(model, prompts, Some(given));
         // A row alone has the bits that it has among others.
-        let mut of_row = |row: usize| {
-            let given: Vec<Vec<u32>> = want.tokens.iter().map(|t| vec![t[row]]).collect();
-            write(model, &prompts[row..=row], Some(&given))
-        };
-        let one = of_row(1);
+        let of_row: Vec<Vec<u32>> = given.iter().map(|t| vec![t[1]]).collect();
+        let one = write(model, &prompts[1..2], Some(&of_row));
         (all, one, model.share().shard().clone())
     });
     let mut wrong = Vec::new();
     let (first, one, _) = &seen[0];
-    for step in 0..STEPS {
+    for step in 1..STEPS {
         // The first logits come from a packed pass.
-        if step > 0 && one.logits[step][0] != first.logits[step][1] {
+        if one.logits[step][0] != first.logits[step][1] {
             wrong.push(format!("{what}: step {step} depends on the batch"));
         }
     }
@@ -187,38 +209,31 @@ fn compare(
             wrong.push(format!("{what}: rank {rank} has other logits"));
         }
     }
-    let all = errors(&first.logits, &want.logits);
-    let pairs = first
-        .tokens
-        .iter()
-        .flatten()
-        .zip(want.tokens.iter().flatten());
-    let equal = pairs.filter(|(got, want)| got == want).count();
-    let parts = |row: usize| {
-        seen.iter()
-            .map(move |(seen, _, shard)| (shard, &seen.prefixes[row]))
+    let whole = (0..prompts.len()).map(|row| {
+        let parts: Vec<_> = seen
+            .iter()
+            .map(|(seen, _, shard)| (shard, &seen.prefixes[row]))
+            .collect();
+        PrefixKv::whole_of(&config.kv_geometry(), &parts).unwrap()
+    });
+    let prefixes = whole.collect();
+    let first = Seen {
+        prefixes,
+        ..first.clone()
     };
-    let mut of_prefixes: Vec<f64> = (0..prompts.len())
-        .map(|row| {
-            let parts: Vec<_> = parts(row).collect();
-            let whole = PrefixKv::whole_of(&config.kv_geometry(), &parts).unwrap();
-            relative(whole.data(), want.prefixes[row].data())
-        })
-        .collect();
-    of_prefixes.sort_by(f64::total_cmp);
-    let (middle, most) = (all[all.len() / 2], all[all.len() - 1]);
-    let prefix = of_prefixes[of_prefixes.len() / 2];
-    println!(
-        "{what}: logits {middle:.1e} (most {most:.1e}), {equal} of {} tokens equal, prefixes {prefix:.1e}",
-        all.len()
-    );
-    // A token whose last expert is nearly tied may get the other one; the middle has none of these.
-    if middle.is_nan() || middle > bar || prefix > bar || equal * 10 < all.len() * 9 {
-        wrong.push(format!("{what}: {middle:.1e} {prefix:.1e} {equal}"));
-    }
-    wrong
+    (first, wrong)
 }
 
+/// Middle relative error of prefixes.
+fn apart(got: &Seen, want: &Seen) -> f64 {
+    let pairs = got.prefixes.iter().zip(&want.prefixes);
+    let mut all: Vec<f64> = pairs.map(|(g, w)| relative(g.data(), w.data())).collect();
+    all.sort_by(f64::total_cmp);
+    all[all.len() / 2]
+}
+
+/// Beside the CPU: two GPUs are as near as one is. Tokens whose last expert is nearly tied may get another one on
+/// either, so that errors of some rows are large and the middle counts.
 #[test]
 #[ignore = "needs a Hopper GPU"]
 fn two_gpus_write_what_one_gpu_writes() {
@@ -229,29 +244,63 @@ fn two_gpus_write_what_one_gpu_writes() {
     ] {
         let dir = root().join(name);
         let config = ModelConfig::from_dir(&dir).unwrap();
-        for (weights, bar) in [(WeightType::Bf16, 2e-2), (WeightType::Fp8, 6e-2)] {
-            let alone = GpuModel::open(&dir, options(weights)).unwrap();
+        let prompts = prompts(config.vocab_size);
+        let want = on_cpu(&dir, &prompts);
+        for (weights, room) in [(WeightType::Bf16, 1e-2), (WeightType::Fp8, 3e-2)] {
+            let mut alone = GpuModel::open(&dir, options(weights)).unwrap();
+            let one = write(&mut alone, &prompts, Some(&want.0));
+            drop(alone);
             let open = |share, group| GpuModel::open_rank(&dir, options(weights), share, group);
             let what = format!("{name} {weights:?}");
-            wrong.extend(compare(&what, &config, alone, &open, bar));
+            let (two, other) = both(&what, &config, &prompts, &want.0, &open);
+            wrong.extend(other);
+            let (of_one, of_two) = (agreement(&one, &want), agreement(&two, &want));
+            let all = STEPS * prompts.len();
+            println!(
+                "{what}: errors {:.1e} of two, {:.1e} of one; tokens {} and {} of {all}; prefixes {:.1e}",
+                of_two.0,
+                of_one.0,
+                of_two.1,
+                of_one.1,
+                apart(&two, &one)
+            );
+            let near = of_two.0 <= of_one.0 + room && of_two.1 + all / 8 >= of_one.1;
+            if !near {
+                wrong.push(format!("{what}: {of_two:?} of two, {of_one:?} of one"));
+            }
         }
     }
     assert!(wrong.is_empty(), "{wrong:?}");
 }
 
+/// Beside one GPU, on the same random weights.
 #[test]
 #[ignore = "needs a Hopper GPU"]
 fn two_gpus_write_text_in_the_released_sizes() {
-    let mut config = ModelConfig::from_dir(&root().join("integration-tests/fixtures/published"));
-    let config = config.as_mut().unwrap();
+    let published = root().join("integration-tests/fixtures/published");
+    let mut config = ModelConfig::from_dir(&published).unwrap();
     config.layers.truncate(2);
+    let prompts = prompts(config.vocab_size);
     let mut wrong = Vec::new();
     for (weights, bar) in [(WeightType::Bf16, 2e-2), (WeightType::Fp8, 8e-2)] {
-        let alone = GpuModel::random(config.clone(), options(weights), 3).unwrap();
+        let mut alone = GpuModel::random(config.clone(), options(weights), 3).unwrap();
+        let one = write(&mut alone, &prompts, None);
+        drop(alone);
         let open =
             |share, group| GpuModel::random_rank(config.clone(), options(weights), 3, share, group);
         let what = format!("published {weights:?}");
-        wrong.extend(compare(&what, config, alone, &open, bar));
+        let (two, other) = both(&what, &config, &prompts, &one.tokens, &open);
+        wrong.extend(other);
+        let want = (one.tokens.clone(), one.logits.clone());
+        let ((middle, equal), prefix) = (agreement(&two, &want), apart(&two, &one));
+        let all = STEPS * prompts.len();
+        println!(
+            "{what}: errors {middle:.1e}, {equal} of {all} tokens equal, prefixes {prefix:.1e}"
+        );
+        let near = middle <= bar && prefix <= bar && equal * 8 >= all * 7;
+        if !near {
+            wrong.push(format!("{what}: {middle:.1e} {prefix:.1e} {equal}"));
+        }
     }
     assert!(wrong.is_empty(), "{wrong:?}");
 }
