@@ -336,7 +336,8 @@ fn a_rank_that_fails_ends_the_other_and_both_meet_anew() {
                     let ended = done.and_then(|_| model.wait());
                     assert!(ended.is_err(), "rank {rank} went on");
                     // The other one may come later by its patience.
-                    model.rejoin(second.join(rank, 3 * PATIENCE));
+                    let gpu = model.gpu().clone();
+                    model.rejoin(second.join_on(gpu, rank, 3 * PATIENCE));
                     write(&mut model, prompts, None)
                 })
             })

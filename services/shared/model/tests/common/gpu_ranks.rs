@@ -166,9 +166,22 @@ impl Meeting {
     }
 
     pub(crate) fn join(&self, rank: usize, patience: Duration) -> Arc<dyn GpuGroup> {
+        let ordinal = match self {
+            Self::Nccl(_) => rank,
+            Self::Local(_) => 0,
+        };
+        self.join_on(Gpu::open(ordinal).unwrap(), rank, patience)
+    }
+
+    /// On a GPU that is open: a group that follows another one has the same.
+    pub(crate) fn join_on(
+        &self,
+        gpu: Arc<Gpu>,
+        rank: usize,
+        patience: Duration,
+    ) -> Arc<dyn GpuGroup> {
         match self {
             Self::Nccl(id) => {
-                let gpu = Gpu::open(rank).unwrap();
                 let options = CommOptions {
                     deadline: patience,
                     blocks: None,
@@ -177,7 +190,7 @@ impl Meeting {
             }
             Self::Local(rounds) => Arc::new(Local {
                 rank,
-                gpu: Gpu::open(0).unwrap(),
+                gpu,
                 rounds: rounds.clone(),
             }),
         }
