@@ -357,6 +357,7 @@ async fn a_process_of_every_kind_is_killed_under_load_and_no_picture_is_lost_or_
 }
 
 /// Both processes of a kind in every phase.
+#[allow(clippy::print_stdout)]
 async fn in_every_phase(kind: Kind) {
     let phases = [Phase::Prefill, Phase::Denoise, Phase::Decode];
     let plan: Vec<_> = phases.map(|phase| [(kind, phase); 2]).concat();

@@ -6,7 +6,7 @@ use std::{
 };
 
 use base::clock;
-use base::limits::{MAX_CHECKPOINT_BYTES, MAX_RESPONSE_BYTES};
+use base::limits::{CONTROL_DEADLINE, MAX_CHECKPOINT_BYTES, MAX_RESPONSE_BYTES};
 use futures_util::future::try_join_all;
 use proto::v1::{
     DenoiseCheckpoint, DenoiseDone, DenoiseImage, DenoisePreview, DenoiseRequest, DenoiseStarted,
@@ -15,7 +15,7 @@ use proto::v1::{
     generate_response::Event,
 };
 use registry::Role;
-use tonic::Status;
+use tonic::{Status, Streaming};
 
 use super::recovery::{Missing, Prefixes};
 use super::{Lost, Prefix, Tries, Walk, protocol, stage_error};
@@ -204,6 +204,9 @@ impl Walk {
                 let Some(event) = message.event else { continue };
                 let event = self.follow(event, (&mut progress, way), canvas, assignment);
                 if let Some(done) = event.await? {
+                    let end = self.word(assignment, end_of(&mut stream));
+                    // The result is whole: nothing that comes instead of the end takes it away.
+                    let _ = tokio::time::timeout(CONTROL_DEADLINE, end).await;
                     return Ok(done);
                 }
             }
@@ -439,4 +442,11 @@ impl Canvas<'_> {
         let behind = self.steps.iter().map(|step| step.load(Ordering::Relaxed));
         self.job.set_step(behind.min().unwrap_or(step));
     }
+}
+
+/// Reads a stream to its end: one that is dropped before is reset, and a connection bears only so many resets that cross
+/// with what was still under way.
+async fn end_of<T>(stream: &mut Streaming<T>) -> Result<(), Status> {
+    while stream.message().await?.is_some() {}
+    Ok(())
 }
