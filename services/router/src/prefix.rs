@@ -104,8 +104,7 @@ impl Keeper {
             let patient = policy == LossPolicy::Wait;
             let (ended, lost) = (ended.clone(), lost.clone());
             self.tasks.spawn(async move {
-                if let Some(failure) = ended.run_until_cancelled(lease.renewed(ttl, patient)).await
-                {
+                if let Some(failure) = lease.renewed(ttl, patient, &ended).await {
                     lost.send_replace(Some(failure));
                 }
                 lease.release(&releasing).await;
@@ -163,15 +162,21 @@ impl Held {
 }
 
 impl Lease {
-    /// Renews until the lease is lost; answers why. The first time at once, for the stage's time to
-    /// live is not known here.
-    async fn renewed(&self, ttl: Duration, patient: bool) -> Failure {
+    /// Renews until the lease is lost, and answers why, or until it is not needed any more. The first time at once, for
+    /// the stage's time to live is not known here. A call that is under way is always heard out: those that are dropped are
+    /// resets to the service, which ends a connection that brings many.
+    async fn renewed(
+        &self,
+        ttl: Duration,
+        patient: bool,
+        ended: &CancellationToken,
+    ) -> Option<Failure> {
         let every = ttl / RENEWALS_PER_TTL;
         let mut ticks = tokio::time::interval(every);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut good = clock::now();
         loop {
-            ticks.tick().await;
+            ended.run_until_cancelled(ticks.tick()).await?;
             let asked = clock::now();
             let Err(failure) = self.renew(ttl, every.min(CONTROL_DEADLINE)).await else {
                 good = asked;
@@ -182,7 +187,7 @@ impl Lease {
             let silent = clock::now().saturating_duration_since(good) >= ttl;
             if gone || (silent && !patient) {
                 tracing::warn!(request_id, slot, %code, "prefix lease lost");
-                return failure;
+                return Some(failure);
             }
             tracing::debug!(request_id, slot, %code, "prefix lease not renewed, trying again");
         }
