@@ -27,6 +27,8 @@ use crate::{
 /// Deadline of one try, and of a client.
 const TRY: Duration = Duration::from_secs(60);
 const PATIENCE: Duration = Duration::from_secs(240);
+/// By when both routers must have found out that a process stands still.
+const FOUND: Duration = Duration::from_secs(10);
 /// Pause before a request is sent again.
 const PAUSE: Duration = Duration::from_millis(200);
 /// Steps of each picture.
@@ -71,6 +73,8 @@ enum Kind {
     Kv,
     Dit,
     Etcd,
+    /// A worker that stands still: its sockets stay open and it says nothing. Then it is killed.
+    Still,
 }
 
 /// Two of everything that may be there twice.
@@ -141,6 +145,20 @@ impl Park {
                 self.ars[turn] = stage_at("ar-stage", &registry, &self.kv.endpoint);
             }
             Kind::Dit => {
+                self.dits[turn].signal(Signal::KILL);
+                self.dits[turn] = stage_at("dit-worker", &registry, &self.kv.endpoint);
+            }
+            Kind::Still => {
+                self.dits[turn].signal(Signal::STOP);
+                let one = |members: &[Member]| ready(members, Role::DitWorker).len() == 1;
+                let found = async {
+                    for router in &self.routers {
+                        router.sees("one worker", one).await;
+                    }
+                };
+                tokio::time::timeout(FOUND, found)
+                    .await
+                    .expect("a worker that stands still is not found");
                 self.dits[turn].signal(Signal::KILL);
                 self.dits[turn] = stage_at("dit-worker", &registry, &self.kv.endpoint);
             }
@@ -379,6 +397,7 @@ in_every_phase! {
     every_phase_survives_the_ar_stage: Ar;
     every_phase_survives_the_kv_service: Kv;
     every_phase_survives_the_worker: Dit;
+    every_phase_survives_a_worker_that_stands_still: Still;
     every_phase_survives_etcd: Etcd;
 }
 
